@@ -24,19 +24,19 @@ from offload.model.parts import BatchMask
 NAME = "offload_tree"
 BIASED = "offload_tree_biased"
 _MAX_WINDOW = 1 << 31
-# size of a mask repeated for the heads of a group
+# bytes of a mask repeated for the heads of a group
 _MAX_MASK_BYTES = 64 << 20
-# families that need one of these take their own eager attention
+# families that use one of these keep their own eager attention
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")
 
 
 def is_for_rows(config: Any) -> bool:
-    """Return True if a model's layers pass their mask on to our attention function untouched."""
+    """Return True if a model's layers pass their mask to our attention function untouched."""
     return config._attn_implementation == NAME and config.model_type not in CALCULATE_WITH_MASKS
 
 
 def windows_of(config: Any, num_layers: int) -> list[Window]:
-    """Return the width of each layer's window. Raises `UserError` where it is no number."""
+    """Return the width of each layer's window. Raises `UserError` unless it is a number."""
     window = _num_keys(config, "sliding_window")
     chunk = _num_keys(config, "attention_chunk_size")
     usual = "sliding_attention" if window else "full_attention"
@@ -45,7 +45,7 @@ def windows_of(config: Any, num_layers: int) -> list[Window]:
         "sliding_attention": window,
         "chunked_attention": AttentionChunk(chunk) if chunk else None,
     }
-    if config.model_type in LIGHTNING:  # calls them so whatever their window
+    if config.model_type in LIGHTNING:  # the library uses this kind whatever the window
         reach["full_attention"] = window
     return [reach.get(kind) for kind in kinds]
 
@@ -67,7 +67,7 @@ def tree_mask(
         num_prefix: P, committed positions 0..P-1.
         position_U: absolute positions of the uncommitted rows, the last T of which this pass runs.
         ancestor_TU: bool; whether an uncommitted row lies on the path to a row, itself included.
-        window: how far back a row sees.
+        window: number of positions that a row sees back.
         dtype: of the scores.
     """
     num_rows = len(ancestor_TU)
@@ -91,9 +91,9 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Attend (1, H, T, K) queries to (1, G, S, K) keys; the result is (1, T, H, K).
 
-    Raises `UserError` where `more`, which transformers passes beside, would change the scores.
+    Raises `UserError` if another argument of transformers would change the scores.
     """
-    # a layer that selects what its rows attend to has a placeholder for a mask
+    # a layer that selects the keys of its rows gets a placeholder in place of a mask
     selection: Any = getattr(module, "selection", None)
     if isinstance(attention_mask, Tensor) and selection is not None:
         attention_mask = selection.selected
@@ -101,7 +101,7 @@ def folded_attention(
         attend = partial(folded_attention, module, scaling=scaling, **settings)
         return attention_mask.attend(attend, query, key, value), None
     if isinstance(attention_mask, tuple):
-        # each group of heads has rows of its own
+        # the heads of a group have different rows
         groups = [states.chunk(len(attention_mask), 1) for states in (query, key, value)]
         attend = partial(folded_attention, module, scaling=scaling, **settings)
         parts = [attend(*states)[0] for states in zip(*groups, attention_mask, strict=True)]
@@ -134,7 +134,7 @@ def folded_attention(
 def _parts(
     folded: Tensor, mask: Tensor | None, group: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield folded rows with their masks, in parts where one mask would be too large."""
+    """Yield folded rows with their masks, in parts if a single mask would be too large."""
     if mask is None or group == 1 or mask.shape[1] != 1:
         yield folded, _folded_mask(mask, group)
         return
@@ -145,7 +145,7 @@ def _parts(
 
 
 def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
-    """Return the mask of folded queries: repeated if it is one for all heads, else folded too."""
+    """Return the mask of folded queries: repeated if it is the same for all heads, else folded too."""
     if mask is None or group == 1:
         return mask
     if mask.shape[1] == 1:
@@ -156,7 +156,7 @@ def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
 def biased_attention(
     module: nn.Module, *given: Any, position_bias: Tensor, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Attend like `folded_attention`, with a `position_bias` (1, H, T, S) by position."""
+    """Attend like `folded_attention`, with a `position_bias` (1, H, T, S)."""
     query, key, value, mask = given
     mask = position_bias if mask is None else position_bias + mask
     return folded_attention(module, query, key, value, mask, **settings)
@@ -165,8 +165,8 @@ def biased_attention(
 def scale_by_position(layers: Iterable[nn.Module]) -> None:
     """Let layers whose attention has a temperature by position scale queries by `position_ids`.
 
-    These are layers of Llama 4 without rotary positions. transformers counts a pass's rows for it,
-    which the rows of a tree are not; where rows lie in order, the numbers are transformers' own.
+    These are Llama 4's layers without rotary positions. transformers takes a row's index as its
+    position, which is wrong for rows of a tree; for rows in order the results are equal.
     """
     for layer in layers:
         attention: Any = getattr(layer, "self_attn", None)
@@ -178,7 +178,7 @@ def scale_by_position(layers: Iterable[nn.Module]) -> None:
 
 
 class _Tuning:
-    """Scales the queries of one layer by the positions that a pass is given."""
+    """Scales the queries of one layer by the positions of the pass."""
 
     def __init__(self, floor_scale: float, attn_scale: float) -> None:
         self._floor_scale = floor_scale
@@ -186,11 +186,11 @@ class _Tuning:
         self._position_1T = torch.empty(1, 0)
 
     def hear(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-        """Note the positions of the rows that follow."""
+        """Note the positions of the coming rows."""
         self._position_1T = kwargs["position_ids"]
 
     def scale(self, _: nn.Module, __: Any, query_1TQ: Tensor) -> Tensor:
-        """Scale what the projection gives: a layer without rotary positions does nothing between."""
+        """Scale the projection's output: a layer without rotary positions does nothing in between."""
         nth_1T = torch.floor((self._position_1T.float() + 1.0) / self._floor_scale)
         scale_1T = torch.log1p(nth_1T) * self._attn_scale
         return (query_1TQ * (scale_1T + 1.0)[..., None]).to(query_1TQ.dtype)

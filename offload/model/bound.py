@@ -49,20 +49,20 @@ class BoundModel:
     """The meta model of one checkpoint, and the layouts of the slabs behind its parameters.
 
     Args:
-        has_host_table: embedding tables stay in host memory; the few rows that a pass needs are
-            sent.
-        adapt: changes the model before its weights are looked for.
+        has_host_table: embedding tables stay in host memory, and passes send the few rows they
+            need.
+        adapt: changes the model before its weights are mapped.
         section: of the checkpoint's layers, and of what lies around them; None is the whole. See
             `SectionModel`.
-        on_demand: routed experts are no part of their layers' slabs; see `bring_experts`.
+        on_demand: routed experts are not part of their layers' slabs; see `bring_experts`.
 
     Attributes:
         layer_layouts: one slab per decoder layer.
         rest_layout: the slab of embeddings, final norm and head.
-        experts: of each layer that has any, where they come on demand.
+        experts: routed experts by layer, if they come on demand.
         encoder_layouts: one slab per layer that runs once per prompt, numbered behind the decoder.
-        dtype: the type in which it computes.
-        torch_device: on which it computes.
+        dtype: the compute type.
+        torch_device: the device that computes.
         vocab_size: V, width of the logits.
         held: matrices of a draft in fewer bits than they are stored in; None where none are.
     """
@@ -86,7 +86,7 @@ class BoundModel:
         if adapt is not None:
             adapt(self.meta_model)
 
-        # what each parameter is called in the model, and which tensors of the files it comes from
+        # each parameter's name in the model, and its tensors in the files
         names = {module: f"{name}." for name, module in self.meta_model.named_modules()}
         inside = tuple(names[block] for stack in layer_stacks(self.meta_model) for block in stack)
         places = parameter_places(self.meta_model)
@@ -104,13 +104,14 @@ class BoundModel:
                 if (section.has_table if name.startswith(table) else section.has_head)
             }
 
-        # the layers that are left, an encoder's last, and the tables that stay on the host
+        # the remaining layers, an encoder's last, and the tables that stay on the host
         self._layers, *others = layer_stacks(self.meta_model)
         self._blocks = [block for stack in (self._layers, *others) for block in stack]
         self._tables = tables_around(self.meta_model, self._blocks) if has_host_table else []
         self._send_buffers()
 
-        # slabs: one for each layer, one for what lies around them, and one for what is coded there
+        # slabs: one for each layer, one for the weights outside them, and one for coded weights
+        # there
         self._layer_places = [below(places, names[block]) for block in self._blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
         self._lay_out([below(stored, names[block]) for block in self._blocks], on_demand=on_demand)
@@ -119,13 +120,13 @@ class BoundModel:
         self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
-        # others would expand their weights for each part
+        # otherwise weights would be expanded once for each part
         is_plain = self.held is None and not any(layout.coded for layout in self._layouts)
         if torch_device.type == "cpu" and is_plain:
             take_rows_in_parts(self._layers)
 
     def _lay_out_rest(self, rest: Mapping[str, Stack]) -> dict[str, Sequence[TensorPart]]:
-        """Lay out what lies around the layers and is not a target's; return what is coded of it."""
+        """Lay out the weights outside the layers that are not a target's; return the coded ones."""
         self._borrowed = _shared_sources(self.checkpoint, rest)
         unborrowed = {name: stack for name, stack in rest.items() if name not in self._borrowed}
         coded = {name: parts for name, (_, parts) in unborrowed.items() if is_coded(parts)}
@@ -135,7 +136,7 @@ class BoundModel:
         return coded
 
     def _send_buffers(self) -> None:
-        """Let what a family computes at construction (rotary frequencies) lie where it is used."""
+        """Move what a family computes at construction (rotary frequencies) to where it is used."""
         for module in self.meta_model.modules():
             where = _HOST if module in self._tables else self.torch_device
             for key, buffer in module._buffers.items():
@@ -145,7 +146,7 @@ class BoundModel:
     def _expand_late(
         self, names: Mapping[nn.Module, str], coded: Mapping[str, Sequence[TensorPart]]
     ) -> None:
-        """Let modules expand coded weights just before they run, and those around layers once."""
+        """Let modules expand coded weights just before they run, and those outside layers once."""
         layouts = dict(zip([names[block] for block in self._blocks], self._layouts, strict=True))
         records = {
             f"{names[routed.module]}{index}.": record
@@ -165,7 +166,7 @@ class BoundModel:
         self._hooks: list[Any] = self._expanded.hooks
 
     def _lay_out(self, stacks_of_blocks: Sequence[Mapping[str, Stack]], *, on_demand: bool) -> None:
-        """Lay out the slab of every block from its own parameters; experts on demand stay apart."""
+        """Lay out the slab of every block from its own parameters, without experts on demand."""
         self._experts_of: dict[int, RoutedExperts] = {}
         self._layouts: list[SlabLayout] = []
         self._copies: list[dict[str, TensorPart]] = []
@@ -192,7 +193,7 @@ class BoundModel:
 
     @property
     def typical_layer(self) -> int:
-        """Return the first layer like most: with experts that come alone, and keys of its own."""
+        """Return a layer like most others: with its experts on demand, and with keys of its own."""
         return next((layer for layer in self._experts_of if not self._borrows_keys(layer)), 0)
 
     def _borrows_keys(self, layer: int) -> bool:
@@ -200,10 +201,10 @@ class BoundModel:
         return bool(getattr(attention, "is_kv_shared_layer", False))
 
     def read_rest(self, fetch: Fetch, target: "BoundModel | None" = None) -> int:
-        """Read and bind all but layers, and what stays of coded ones; return the bytes read.
+        """Read and bind all but layers, and the layers' companions; return the bytes read.
 
-        What a draft shares around its layers is its `target`'s. Raises `UserError` where
-        scales and the like cannot be right, and what `fetch` raises.
+        A draft's shared weights are its `target`'s. Raises `UserError` for impossible scales and
+        the like, and what `fetch` raises.
         """
         dtypes = {source: place.empty.dtype for source, place in self._rest_places}
         for companions in self._companions:
@@ -211,7 +212,7 @@ class BoundModel:
             companions_of = companions.companions(slab)
             self._expanded_rest |= companions.expanded(slab, companions_of, dtypes)
             self._expanded.keep(companions_of)
-            # what follows is read into memory that these would take beside it
+            # the next reads would else need additional memory
             del slab, companions_of
         self._expanded.allocate()
         if target is not None:
@@ -238,32 +239,32 @@ class BoundModel:
         return sum(slab.layout.slab_bytes for slab in self._companions) + own_bytes
 
     def bring_samples(self, fetch: Fetch) -> None:
-        """Let a few experts stand for all that come on demand, to try and to time by."""
+        """Let a few experts stand for all that come on demand, for trials and timing."""
         if self.experts:
             self.bring_experts(sample_of(self.experts[0].records, fetch, self.torch_device))
 
     def bring_experts(self, bring: Bring) -> None:
-        """Let routed experts come by `bring`; it calls layers by their places in `experts`."""
+        """Get routed experts from `bring`, which numbers layers by their places in `experts`."""
         for layer, experts in enumerate(self.experts):
             bring_to(experts, layer, bring, self._expanded.numbers)
 
     def drop_experts(self) -> None:
-        """Let go of what experts came from: without `bring_experts` their layers cannot run."""
+        """Release the source of experts: without `bring_experts` their layers cannot run."""
         for experts in self.experts:
             drop_source(experts)
 
     def set_expansion(self, expansion: Expansion) -> None:
-        """Let coded weights of layers be expanded by these functions from now on."""
+        """Expand layers' coded weights by these functions from now on."""
         self._expanded.set_expansion(expansion)
 
     def codings_of(self, layer: int) -> list[Coding]:
-        """Return the codings of a layer's weights; empty where all are plain."""
+        """Return the codings of a layer's weights; empty if all are plain."""
         groups = [words for layout in self._parts_of(layer) for words in layout.coded.values()]
         coded = [word.part.entry.coded for words in groups for word in words]
         return [storage.coding for storage in coded if storage is not None]
 
     def coded_words(self, layer: int, fetch: Fetch) -> list[CodedWeight]:
-        """Return the coded weights of a layer, which need not be bound; of experts, the first's."""
+        """Return the coded weights of a layer, bound or not; for experts, those of the first."""
         parts = self._parts_of(layer)
         return [word for part in parts for word in self._expanded.words(part, fetch(part))]
 
@@ -273,7 +274,7 @@ class BoundModel:
 
     @property
     def own_bytes(self) -> int:
-        """Return the bytes of memory that bound weights take, except for those of a target."""
+        """Return the bytes of memory of bound weights, except for a target's."""
         borrowed = [place for name, place in self._rest_places if name in self._borrowed]
         theirs = {_storage(place.table[place.key]) for place in borrowed}
         bound = (weight for weight in self.meta_model.parameters() if not weight.is_meta)
@@ -287,9 +288,9 @@ class BoundModel:
         return sum(layout.slab_bytes for layout in self._layouts)
 
     def bind_layers(self, fetch: Fetch, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Read and bind all layers for good, one by one, quantised where they are to be held so.
+        """Read and bind all layers permanently, one by one, quantised if the draft holds them so.
 
-        `on_bytes` hears of the size of each. Raises what `fetch` raises.
+        `on_bytes` is called with the size of each. Raises what `fetch` raises.
         """
         for layer, layout in enumerate(self._layouts):
             self.bind_layer(layer, fetch(layout))
@@ -299,7 +300,7 @@ class BoundModel:
                     companions = self._copied_from.companions(part)
                     linear = self._layer_places[layer][name].module
                     self.held.share(linear, companions, part.entry.shape[0])
-                # its slab can go then
+                # its slab can be freed then
                 places = self._layer_places[layer].values()
                 self.held.take_layer(self._blocks[layer], places, self._expanded)
                 self._expanded.unbind(layer)
@@ -308,9 +309,9 @@ class BoundModel:
             self.held.settle()
 
     def bind_rest(self, slab: np.ndarray) -> None:
-        """Give embeddings, norm and head their weights for good; tied ones share one tensor."""
+        """Bind embeddings, norm and head permanently; tied ones share one tensor."""
         flat = torch.from_numpy(slab)
-        # the compute type, or fp32 where a family insists
+        # the compute type, or float32 where a family requires it
         places = [(name, place) for name, place in self._rest_places if name not in self._borrowed]
         dtypes = {source: place.empty.dtype for source, place in reversed(places)}
         weights = {
@@ -332,10 +333,10 @@ class BoundModel:
             place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
 
     def bind_layer(self, layer: int, slab: Slab) -> None:
-        """Let a layer's parameters be views of `slab`, or copies where the types differ.
+        """Make a layer's parameters views of `slab`, or copies if the types differ.
 
-        Either has what is `sent` of one; an array, as it was fetched, goes where the model
-        computes. Views of a tensor are kept: slots are few.
+        Either slab is the part that is `sent`; a numpy array, as fetched, is moved to the device
+        that computes. Views are cached by slab: there are few slots.
         """
         if isinstance(slab, np.ndarray):
             sent = torch.from_numpy(slab).to(self.torch_device)
@@ -346,7 +347,7 @@ class BoundModel:
             views = self._views[key] = self._views.get(key) or self._views_of(layer, slab)
         for name, view in views.items():
             place = self._layer_places[layer][name]
-            # `to` would return the same, after a while
+            # `to` would return the same tensor, but slowly
             is_same = view.dtype == place.empty.dtype
             place.table[place.key] = view if is_same else view.to(place.empty.dtype)
         self._expanded.bind(layer, sent)
@@ -356,7 +357,7 @@ class BoundModel:
         return {name: view_of(sent, layout, name) for name in layout.parameters}
 
     def unbind_layer(self, layer: int) -> None:
-        """Let go of the slab that a layer's parameters are views of."""
+        """Release the slab that a layer's parameters are views of."""
         for place in self._layer_places[layer].values():
             place.table[place.key] = place.empty
         self._expanded.unbind(layer)
@@ -364,10 +365,10 @@ class BoundModel:
     def stream_layers(
         self, stream: LayerStream, on_layer: Callable[[int], None] = lambda layer: None
     ) -> None:
-        """Take each layer's slab just before it runs from now on, and give it back behind it.
+        """From now on take each layer's slab just before it runs, and release it afterwards.
 
-        It is given back even when the layer fails. `on_layer` hears then of a decoder's layer; an
-        encoder's are no part of a sweep.
+        It is released even if the layer fails. Then `on_layer` is called for a decoder's layer; an
+        encoder's layers are no part of a sweep.
         """
 
         def bind(index: int, *_: Any) -> None:
@@ -387,7 +388,7 @@ class BoundModel:
             ]
 
     def close(self) -> None:
-        """Take the hooks off: they refer back to this model, a cycle that would hold weights."""
+        """Remove the hooks: they refer back to this model, a cycle that would keep weights alive."""
         while self._hooks:
             self._hooks.pop().remove()
         self._views.clear()
@@ -395,7 +396,7 @@ class BoundModel:
 
 
 def _shared_sources(checkpoint: Checkpoint, rest: Mapping[str, Stack]) -> set[str]:
-    """Return the parameters around a draft's layers that are the target's."""
+    """Return the parameters outside a draft's layers that belong to the target."""
     shared = {
         (entry.shard, entry.lo)
         for name, entry in checkpoint.tensors.items()

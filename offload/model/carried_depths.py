@@ -1,15 +1,15 @@
-"""MTP layers of several depths: each takes what the one before it made of the token before.
+"""MTP layers of several depths: each reads the output of the layer before it at the token before.
 
-Layer k of K is trained to guess k + 2 tokens ahead. A token's row in layer 0 mixes its embedding
-with the target's state of the token before; in layer k with what layer k - 1 made of that token.
-So what follows the root is scored by layer 0, what follows its children by layer 1, and deeper
-guesses by the last layer, which goes on from what it made itself. All layers run every row of a
-pass; rows of guesses have no sense in the layers above theirs, which nothing reads.
-Sources: DeepSeek-V3 (2412.19437, section 2.2); transformers `MtpModel`; one layer alone is
-`carried_model.py`.
+Layer k of K is trained to guess k + 2 tokens ahead. In layer 0 a token's row mixes its embedding
+with the target's state of the token before; in layer k, with layer k - 1's output at that token. So
+layer 0 scores what follows the root, layer 1 what follows its children, and the last layer all
+deeper guesses, reading its own outputs. All layers run every row of a pass; a guess's rows in
+layers above its own are meaningless, and nothing reads them. Sources: DeepSeek-V3 (2412.19437,
+section 2.2); transformers `MtpModel`; one layer alone is `carried_model.py`.
 
-Invariant: committed tokens have sound rows in all layers. Exceptions are the first ones of a text
-and behind a cut far back, where deeper layers read zeros: such rows cost guesses and nothing else.
+Invariant: committed tokens have correct rows in all layers. Exceptions are the first ones of a text
+and those after a cut far back, where deeper layers read zeros: such rows cost guesses, nothing
+else.
 
 Shape letters, in this file only: O outputs of a row, K times D, by layer.
 """
@@ -34,11 +34,11 @@ from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.taps import final_norm
 
-_TAIL_ROWS = 64  # whose outputs are kept, as a text may be cut behind each of them
+_TAIL_ROWS = 64  # rows whose outputs are kept, as a text may be cut after any of them
 
 
 class DepthCache(CarriedCache):
-    """What is fed to a text's next rows has one output of each layer."""
+    """A `CarriedCache` with one output of each layer for every row."""
 
     def __init__(self, nothing_1D: Tensor, encode: Encode, num_layers: int, *sizes: Any) -> None:
         super().__init__(nothing_1D, encode, num_layers, *sizes)
@@ -46,12 +46,12 @@ class DepthCache(CarriedCache):
         self._go_on_from(self._nothing_1O[:0])
 
     def _go_on_from(self, tail_TO: Tensor) -> None:
-        """Take these as outputs of the last committed rows; zeros stand for one that is not known."""
+        """Take these as outputs of the last committed rows; zeros stand for an unknown one."""
         self._tail_TO = tail_TO[-_TAIL_ROWS:]
         self._root_1D = tail_TO[-1:] if len(tail_TO) else self._nothing_1O
 
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
-        """See `CarriedCache`; outputs of some rows stay, for cuts between them."""
+        """See `CarriedCache`; outputs of some rows stay, for later cuts."""
         done_TO = torch.cat(self._outputs_UD)[list(path)] if path else self._nothing_1O[:0]
         super().commit(path, kept)
         self._go_on_from(torch.cat([self._tail_TO, done_TO]))
@@ -72,13 +72,13 @@ class DepthCache(CarriedCache):
 
 
 class _Rows(NamedTuple):
-    """How the rows of a pass hang together; places count what was known before, then the pass."""
+    """The relations of a pass's rows; indices count the known outputs first, then the pass."""
 
     known_UO: Tensor
     parent_T: Tensor
-    nearest_T: Tensor  # ancestors that were known before
-    layer_T: Tensor  # that scores what follows
-    is_deeper_T1: Tensor  # than there are layers
+    nearest_T: Tensor  # nearest ancestors with known outputs
+    layer_T: Tensor  # layer that scores what follows
+    is_deeper_T1: Tensor  # whether it is deeper than there are layers
 
 
 class DepthModel(CarriedModel):
@@ -89,7 +89,7 @@ class DepthModel(CarriedModel):
     def __init__(self, *given: Any, **bound: Any) -> None:
         super().__init__(*given, **bound)
         self._num_depths = self._carried.num_depths
-        # of each layer: what came out, and what is fed on of it
+        # for each layer: its output, and what the next one reads of it
         self._bare = list[Tensor]()
         self._made = list[Tensor]()
         if self._num_depths == 1:
@@ -115,7 +115,7 @@ class DepthModel(CarriedModel):
         caches = {id(part.cache): part.cache for part in parts}
         known = [cache.outputs_UD for cache in caches.values() if isinstance(cache, DepthCache)]
         sizes = list(map(len, known))
-        # a text's rows behind its root, in what is known and in the pass
+        # the index after a text's root, among known outputs and the pass
         root_of = dict(zip(caches, accumulate([0, *sizes]), strict=False))
         num_known = dict(zip(caches, sizes, strict=True))
         row_of = dict[tuple[int, int], int]()
@@ -127,7 +127,7 @@ class DepthModel(CarriedModel):
             num_tapped = part.cache.num_tapped(part)
             for row, depth in enumerate(part.ancestor_TU.sum(1).tolist()):
                 parent = parent_of(part.ancestor_TU, row, num_uncommitted)
-                # a pass of the first rows may find outputs of a tree that was given up
+                # a pass of the first rows may meet outputs of an abandoned tree
                 is_first = num_rows == num_uncommitted
                 before = 0 if is_first else num_known[text] - 1
                 nearest = parent_of(part.ancestor_TU, row, before)
@@ -141,7 +141,7 @@ class DepthModel(CarriedModel):
         return _Rows(torch.cat(known), parent_T, nearest_T, layer_T, is_deeper_T[:, None])
 
     def _mixer_between(self, decoder: Any) -> nn.Module:
-        """Return the mixer before the first layer, with those of others and their norms."""
+        """Return the mixer before the first layer, with the mixers and norms of the other layers."""
         mixer = super()._mixer_between(decoder)
         norm = final_norm(decoder)
         mixer.deeper = nn.ModuleList(HalvesMixer(norm) for _ in range(1, self._carried.num_depths))
@@ -156,14 +156,14 @@ class DepthModel(CarriedModel):
     def _mix_deeper(
         self, depth: int, _: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Let a layer read what the one before it made of each row's parent."""
+        """Feed a layer with the output of the one before it at each row's parent."""
         self._note_made(args[0] if args else kwargs["hidden_states"])
         rows = self._rows
         width = self._embedded_1TD.shape[2]
         known_UD = rows.known_UO[:, (depth - 1) * width : depth * width]
         fed_TD = torch.cat([known_UD, self._made[-1]])[rows.parent_T]
         if depth == self._num_depths - 1:
-            # the last one goes on from what it made itself
+            # the last layer reads its own outputs
             again_TD = rows.known_UO[rows.nearest_T, -width:]
             fed_TD = torch.where(rows.is_deeper_T1, again_TD, fed_TD)
         mixed_1TD = self._mixer.deeper[depth - 1](
@@ -174,13 +174,13 @@ class DepthModel(CarriedModel):
         return args, {**kwargs, "hidden_states": mixed_1TD}
 
     def _note_made(self, out_1TD: Tensor) -> None:
-        # not as a module is called: the norm of the first is hooked
+        # not called as a module: the first layer's norm has a hook
         norm = self._norms[len(self._made)].forward
         self._bare.append(out_1TD[0])
         self._made.append(norm(out_1TD)[0] if self._carried.is_fed_normed else out_1TD[0])
 
     def _choose(self, _: nn.Module, args: Any) -> Any:
-        """Let the norm read, of each row, what came out of the layer that scores what follows."""
+        """Give the norm, for each row, the output of the layer that scores what follows."""
         self._note_made(args[0])
         bare_TKD = torch.stack(self._bare, dim=1)
         row_T = torch.arange(len(bare_TKD), device=bare_TKD.device)

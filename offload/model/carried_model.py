@@ -1,12 +1,12 @@
-"""A draft whose rows mix a token's embedding with a hidden state, as a decoder of its own.
+"""A draft whose rows mix a token's embedding with a hidden state.
 
-These are MTP layers; heads with files of their own are derived from them (`drafting/eagle3.py`).
+MTP layers are such drafts; heads with files of their own derive from them (`drafting/eagle3.py`).
 
-Row i has the embedding of token i + 1 and the target's hidden state of token i, and scores token
-i + 2. The row of a guess has what this model made of its parent's row in place of the target's
-state. So rows of guesses are of no use once the target has run: `CarriedCache` keeps none of them.
+Row i has the embedding of token i + 1 and the target's hidden state of token i, and scores token i
++ 2. A guess's row has this model's own output at its parent in place of the target's state, so it
+is of no use once the target has run: `CarriedCache` keeps none.
 
-Invariant: between steps the cache has row i only where tokens i and i + 1 are committed, made of
+Invariant: between steps the cache has row i only if tokens i and i + 1 are committed, computed from
 the target's own state of token i.
 """
 
@@ -31,7 +31,7 @@ Encode = Callable[[Tensor], Tensor]
 
 
 class CarriedCache(KVCache):
-    """Keys and values of one text's rows, and what is fed to the next ones.
+    """Keys and values of one text's rows, and the inputs of the next ones.
 
     Attributes:
         target: the cache of the target, with its log of hidden states; None where passes are timed.
@@ -44,26 +44,26 @@ class CarriedCache(KVCache):
         super().__init__(*sizes)
         self._nothing_1D = nothing_1D
         self._encode = encode
-        self._taps_TD = self._nothing_1D[:0]  # of rows from `length` on
+        self._taps_TD = self._nothing_1D[:0]  # outputs of rows from `length` on
         self._outputs_UD = list[Tensor]()
         self._root_1D = self._nothing_1D
-        self._num_sound = sys.maxsize  # rows before the first that lacked the target's state
+        self._num_sound = sys.maxsize  # first rows that lacked the target's state
 
     @property
     def outputs_UD(self) -> Tensor:
-        """Return outputs of the last committed row, and of the rows behind it so far."""
+        """Return outputs of the last committed row, and of the rows after it so far."""
         return torch.cat([self._root_1D, *self._outputs_UD])
 
     @property
     def num_ready(self) -> int:
-        """Return up to which row the target's states are there."""
+        """Return the number of rows for which the target has states."""
         log = None if self.target is None else self.target.taps
         return self.length + len(self._taps_TD) if log is None else max(log.end, self.length)
 
     def take_taps(self, num_rows: int) -> None:
         """Take the target's states of the next `num_rows` rows out of its log.
 
-        States that it has not are zeros: a row without sense costs guesses and nothing else.
+        Missing states are zeros: a meaningless row costs guesses and nothing else.
         """
         log = None if self.target is None else self.target.taps
         self._taps_TD = self._nothing_1D.expand(num_rows, -1)
@@ -79,23 +79,23 @@ class CarriedCache(KVCache):
             self._taps_TD = torch.cat([missing_TD, self._encode(known_TW)])
 
     def num_tapped(self, part: BatchPart) -> int:
-        """Return the number of a part's first rows that are fed with the target's states."""
+        """Return the number of a part's first rows that read the target's states."""
         num_rows, num_uncommitted = part.ancestor_TU.shape
         return max(0, min(len(self._taps_TD) - num_uncommitted + num_rows, num_rows))
 
     def fed(self, part: BatchPart) -> Tensor:
-        """Return (T, D): what is mixed into the rows of a part, the target's states or outputs."""
+        """Return (T, D), the inputs of a part's rows: the target's states, or own outputs."""
         num_rows, num_uncommitted = part.ancestor_TU.shape
         first = num_uncommitted - num_rows
         num_taps = self.num_tapped(part)
         fed = [self._taps_TD[first : first + num_taps]]
         if num_taps < num_rows:
-            # Rows that guess ahead of their parents have the nearest ancestor's output.
+            # Rows that guess ahead of their parents read the nearest ancestor's output.
             num_known = sum(map(len, self._outputs_UD)) if first else 0
             parents = [
                 parent_of(part.ancestor_TU, row, num_known) for row in range(num_taps, num_rows)
             ]
-            # the last ones, where layers have outputs of their own
+            # the last columns, if each layer has outputs of its own
             width = self._nothing_1D.shape[1]
             outputs_UD = self.outputs_UD[:, -width:]
             place_T = torch.tensor(parents, device=outputs_UD.device) + 1
@@ -103,7 +103,7 @@ class CarriedCache(KVCache):
         return torch.cat(fed)
 
     def note(self, part: BatchPart, output_TD: Tensor) -> None:
-        """Keep what came out of a part's rows, for the rows below them."""
+        """Keep the outputs of a part's rows, for the rows below them."""
         num_rows, num_uncommitted = part.ancestor_TU.shape
         if num_rows == num_uncommitted:
             self._outputs_UD.clear()
@@ -119,11 +119,11 @@ class CarriedCache(KVCache):
 
     @property
     def num_sound(self) -> int:
-        """Return the number of rows that are made of the target's own states, see `KVCache`."""
+        """Return the number of rows computed from the target's own states, see `KVCache`."""
         return min(self._num_sound, self.length)
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget rows that hang on a token beyond the first `num_kept`."""
+        """Forget rows that depend on a token beyond the first `num_kept`."""
         self._taps_TD = self._nothing_1D[:0]
         self._outputs_UD.clear()
         super().clear(max(0, num_kept - 1))
@@ -135,7 +135,7 @@ class CarriedCache(KVCache):
         super().copy_from(other, max(0, num_positions - 1))
 
     def can_follow(self, num_positions: int) -> int:
-        """Return all where the target's log goes on from the last row, else where it has to."""
+        """Return all if the target's log continues at the last row, else where it would have to."""
         log = None if self.target is None else self.target.taps
         assert log is not None, "a text has a target"
         is_joined = log.first <= self.length and log.end >= num_positions
@@ -150,7 +150,7 @@ def parent_of(ancestor_TU: Tensor, row: int, num_known: int) -> int:
 
 
 class HalvesMixer(nn.Module):
-    """Mixes an embedding with a hidden state: both normed, beside each other, times (D, 2D)."""
+    """Mixes an embedding and a hidden state: both normed, side by side, times (D, 2D)."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -168,10 +168,10 @@ class HalvesMixer(nn.Module):
 
 
 def twin(norm: nn.Module, width: int | None = None) -> nn.Module:
-    """Return a norm of the same kind, or as wide, with parameters of its own, which are empty."""
+    """Return a norm of the same kind and width, or another width, with empty parameters."""
     made = type(norm).__new__(type(norm))
     nn.Module.__init__(made)
-    # what the kind of norm has of its own: hooks and parameters are not shared
+    # settings of this kind of norm; hooks and parameters are not shared
     made.__dict__ |= {**norm.__dict__, **made.__dict__, "training": norm.training}
     made._parameters = {
         name: nn.Parameter(weight.new_empty(width or len(weight)), requires_grad=False)
@@ -205,7 +205,7 @@ class CarriedModel(TreeModel):
         ]
 
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
-        """See `TreeModel`; what the rows are fed with lies in their caches."""
+        """See `TreeModel`; the inputs of the rows are in their caches."""
         caches = [part.cache for part in parts]
         self._fed_TD = torch.cat(
             [
@@ -234,11 +234,11 @@ class CarriedModel(TreeModel):
         return int(self.meta_model.config.hidden_size)
 
     def set_graph_runner(self, replay: Replay) -> None:
-        """Do nothing: recordings know of no rows that are fed."""
+        """Do nothing: recordings do not support rows with inputs of their own."""
 
     @property
     def needs(self) -> Taps:
-        """Return which states of the target it reads."""
+        """Return the target's states that it reads."""
         return Taps(self._carried.tapped, self._carried.has_normed)
 
     @property
@@ -246,7 +246,7 @@ class CarriedModel(TreeModel):
         return self.meta_model.get_decoder().mixer
 
     def _adapt(self, meta_model: nn.Module) -> None:
-        """Add what mixes, before weights are looked for."""
+        """Add the mixer, before weights are mapped."""
         decoder: Any = meta_model.get_decoder()  # type: ignore[operator]
         add_mixer(decoder, self._mixer_between(decoder))
 
@@ -255,7 +255,7 @@ class CarriedModel(TreeModel):
         return HalvesMixer(final_norm(decoder))
 
     def _encode(self, tapped_TW: Tensor) -> Tensor:
-        """Return the input for rows of the target's states: these themselves."""
+        """Return rows of the target's states unchanged: they are the input."""
         return tapped_TW
 
     def _enter(self, embedded_1TD: Tensor, fed_1TD: Tensor) -> Tensor:
@@ -272,6 +272,6 @@ class CarriedModel(TreeModel):
 
 
 def add_mixer(decoder: nn.Module, mixer: nn.Module) -> None:
-    """Let a decoder have what mixes, by the name that `checkpoint.carried` has for it."""
+    """Add the mixer to a decoder, under the name in `checkpoint.carried`."""
     decoder.add_module(MIXER.split(".")[1], mixer)
     replace_linears(decoder)

@@ -1,11 +1,12 @@
 """Small passes of a resident model, recorded once and replayed.
 
-A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a
-device runs them. A recording has fixed shapes: rows are padded to one of a few widths. What changes
-(ids, positions, slots, walks of the rows) lies in one tensor that is filled before a replay.
+A draft step is hundreds of kernels of a few microseconds each, and no host launches them as fast as
+a device runs them. A recording has fixed shapes: rows are padded to one of a few widths. What
+changes (ids, positions, slots, walks of the rows) lies in one tensor that is filled before a
+replay.
 
-Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers,
-since a row without a key is NaN.
+Invariant: no row sees padding, whose keys go to a slot of their own. Padding does see keys, since a
+row without any would be NaN.
 """
 
 import threading
@@ -25,18 +26,18 @@ from offload.model.path_attention import path_rows
 from offload.model.tree_model import TreeModel
 
 Work = Callable[[], None]
-# runs the work at least once; what it returns does it again on the same tensors
+# runs the work at least once, and returns a function that repeats it on the same tensors
 Recorder = Callable[[Work], Work]
 
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-# Passes of another text in a row until it gets the recordings: making them takes as long.
+# Consecutive passes after which another text gets the recordings: making them takes as long.
 _PATIENCE = 32
-# Each row has a token, a position and the slot it is written to; then its walk.
+# Each row has a token, a position, the slot that it is written to, and its walk.
 _INPUTS = 3
 _WITHOUT = "the draft runs without CUDA graphs, which is slower"
-# A walk has what lies behind the prefix that all rows share, some hundred nodes deep.
+# A walk lists what lies after the shared prefix, a few hundred nodes deep.
 _MOST_COLUMNS = 4 * BLOCK
-# what another thread gave to the stream meanwhile would be recorded
+# otherwise work that another thread enqueues meanwhile would be recorded
 _recording = threading.Lock()
 
 
@@ -55,15 +56,15 @@ class Graphs:
         self._open_recorder = open_recorder
         self._attend = model.attend
         self._cache: KVCache | None = None
-        # which other one was asked for last, and how often in a row
+        # the other cache last asked for, and how often in a row
         self._next: tuple[KVCache, int] | None = None
         self._record: Recorder | None = None
-        # of the pass that was replayed last; as wide as the widest
+        # logits of the last replay; as wide as the widest pass
         self._logits_WV: Tensor | None = None
         self._recordings: dict[int, _Recording] = {}  # by width
 
     def __call__(self, part: BatchPart, num_logits: int) -> Tensor | None:
-        """See `TreeModel.forward`; declines texts that take turns, and wide or deep passes."""
+        """See `TreeModel.forward`; returns None for texts that take turns, and wide or deep passes."""
         ancestor_TU = part.ancestor_TU
         cache = part.cache
         if not self._turn_to(cache):
@@ -77,7 +78,7 @@ class Graphs:
             return None
         lo = cache.reserve(ancestor_TU.shape[1] - num_rows, num_rows)
         input_WI = torch.zeros(width, _INPUTS + HEADER + _MOST_COLUMNS, dtype=torch.int32)
-        # padding goes to the slot behind all others, and sees what the last row sees
+        # padding goes to the slot after all others, and sees what the last row sees
         input_WI[:, 2] = cache.num_slots
         own_T3 = torch.stack(
             [part.token_T, part.position_U[-num_rows:], torch.arange(lo, lo + num_rows)], 1
@@ -90,7 +91,7 @@ class Graphs:
         return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
     def _turn_to(self, cache: KVCache) -> bool:
-        """Return True if this cache has the recordings; one that is alone for a while gets them."""
+        """Return True if this cache has the recordings; a cache used alone for a while gets them."""
         if cache is self._cache:
             self._next = None
             return True
@@ -162,7 +163,7 @@ class CudaRecorder:
             try:
                 work()
             except BaseException:
-                with suppress(RuntimeError):  # says again that it failed, and less of why
+                with suppress(RuntimeError):  # this repeats the failure with less of its reason
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -186,7 +187,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def use_graphs(model: TreeModel) -> str | None:
-    """Let a resident CUDA model replay its small passes; return a line that says why it cannot."""
+    """Let a resident CUDA model replay small passes; return a line with the reason if it cannot."""
     if model.has_states:
         return f"{_WITHOUT} (it has recurrent layers)"
     if model.has_index:
@@ -201,7 +202,7 @@ def use_graphs(model: TreeModel) -> str | None:
     try:
         with torch.inference_mode():
             graphs(BatchPart(zero_1, zero_1, causal(1), cache), 1)
-    except Exception as error:  # whatever a family does in its pass that a recording does not take
+    except Exception as error:  # anything in a family's pass that cannot be recorded
         why = str(error).partition("\n")[0] or type(error).__name__
         return f"{_WITHOUT} ({why[:120]})"
     model.set_graph_runner(Graphs(model, open_recorder))

@@ -1,11 +1,11 @@
 """T5 over streamed weights: an encoder reads the prompt once, and every pass is the decoder's.
 
-A text's tokens are its prompt, one start token, and what the decoder writes. The cache counts all
-of them; keys and values of the prompt's lie in transformers' own cache of cross-attention. Scores
-get a bias by distance, which transformers counts in rows; a node of a tree has the position of its
-depth, so the bias is given from outside, with the tree's mask added.
+A text's tokens are its prompt, one start token, and the decoder's output. The cache counts all of
+them; transformers' own cache of cross-attention has the prompt's keys and values. Scores get a bias
+by distance, which transformers counts in rows. A node of a tree has its depth as position, so the
+bias is computed here, together with the tree's mask.
 
-Invariant: what a cache holds belongs to the very prompt that it names.
+Invariant: a cache's content belongs to the prompt that it names.
 """
 
 import math
@@ -34,9 +34,9 @@ class SourceCache(KVCache):
 
     Attributes:
         source: ids of the prompt that the encoder has read.
-        hidden_1SD: what it has made of them; of no prompt one row of zeros, with which passes can
-            be timed.
-        cross: keys and values of cross-attention, of the layers that have met them.
+        hidden_1SD: the encoder's output for them; without a prompt one row of zeros, to time
+            passes.
+        cross: keys and values of cross-attention, for layers that have run.
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device, *sizes: Any) -> None:
@@ -51,7 +51,7 @@ class SourceCache(KVCache):
         self.hidden_1SD = hidden_1SD
         self.cross = DynamicCache()
         self._end_at(len(source))
-        # last, so that all else is there once this is
+        # last: everything else is set when this is
         self.source = source
 
     @property
@@ -61,16 +61,18 @@ class SourceCache(KVCache):
 
     @contextmanager
     def passing(self, pass_cache: PassCache) -> Iterator[EncoderDecoderCache]:
-        """Yield both caches of a pass; keys that one left without values when it was cut short go."""
+        """Yield both caches of a pass; keys that a failed pass left without values are removed."""
         if self._is_under_way:
             self.cross = DynamicCache()
         self._is_under_way = True
         yield EncoderDecoderCache(pass_cache, self.cross)
-        # not reached where the pass has failed
+        # not reached if the pass failed
         self._is_under_way = False
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget all but the first positions; a prompt goes whole, as its end changes all of it."""
+        """Forget all but the first positions; a prompt is dropped whole, since its end affects all
+        of it.
+        """
         if num_kept < len(self.source):
             self.read([], self._nothing_11D)
         super().clear(num_kept)
@@ -133,7 +135,7 @@ class EncoderDecoderModel(TreeModel):
         """Run decoder rows over the encoder's states that the cache holds."""
         pass_cache = cache_in(inputs)
         self._num_scored = logits_to_keep
-        # without a cache, rows are scored that the decoder has computed
+        # without a cache, the rows that the decoder has computed are scored
         cache = None if pass_cache is None else pass_cache.parts[0].cache
         hidden_1SD = torch.empty(0) if cache is None else cache.hidden_1SD
         with nullcontext() if cache is None else cache.passing(pass_cache) as both:
@@ -145,7 +147,7 @@ class EncoderDecoderModel(TreeModel):
             )
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
-        """Return masks of the decoder's positions; note how far each lies from each row."""
+        """Return masks of the decoder's positions; note each one's distance from each row."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
         num_source = len(cache.source)
         ancestor_TU = self.send(ancestor_TU)
@@ -158,13 +160,13 @@ class EncoderDecoderModel(TreeModel):
     def _give_mask(
         self, window: Window, index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        # the mask is part of the bias, which the first layer hands on to all others
+        # the mask is part of the bias, which the first layer passes on to all others
         return args, kwargs
 
     def _give_bias(self, first: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Give T5's bias for each head, by position instead of row.
+        """Add T5's bias for each head, by position instead of row.
 
-        The first layer alone has the table, and is bound by now.
+        Only the first layer has its table, which is bound by now.
         """
         config = self.meta_model.config
         num_buckets = config.relative_attention_num_buckets
@@ -173,15 +175,15 @@ class EncoderDecoderModel(TreeModel):
         return args, {**kwargs, "position_bias": bias_1HTS + self._masks[None]}
 
     def _keep_scored(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keep the rows that are scored; T5 would score every row."""
+        """Keep only the rows to be scored; T5 would score every row."""
         return (args[0][:, -self._num_scored :], *args[1:])
 
 
 def buckets(distance_TS: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """Return the bucket of each distance, of a column's position from its row's.
+    """Return the bucket of each distance of a column's position from its row's.
 
-    The first half of the buckets have one distance each, the others ever more of them, by the
-    logarithm; what lies ahead counts as no distance (T5, appendix: relative position embeddings).
+    In the first half each bucket has one distance, in the second ever more, by the logarithm;
+    positions ahead count as distance 0 (T5, appendix: relative position embeddings).
     """
     back_TS = (-distance_TS).clamp(min=0)
     num_exact = num_buckets // 2

@@ -1,11 +1,10 @@
-"""Weights that are stored coded: expanded just before their module runs, gone after it.
+"""Coded weights: expanded just before their module runs, dropped after it.
 
-Modules run one after another, so one scratch serves all of them: it is as large as what the largest
-module owns. What is streamed and what stays are words as they are stored; companions are prepared
-once.
+Modules run one after another, so they share one scratch buffer, as large as the largest module's
+weights. Streamed and resident weights keep their stored words; companions are prepared once.
 
-Invariant: a parameter has numbers only while its module runs, and these are those of the layer that
-is bound.
+Invariant: a parameter has numbers only while its module runs, and they are those of the bound
+layer.
 """
 
 import math
@@ -29,31 +28,31 @@ from offload.model.parameters import ParameterPlace, view_of
 from offload.units import rounded_up
 
 _ALIGN_BYTES = 256
-# Rows that are expanded at once before they are laid between others.
+# rows that are expanded at once before they are placed between others
 _WOVEN_ROWS = 64
 Companions = Mapping[str, Tensor]
-# the parts of one parameter, each with its place in what was sent of a slab
+# the parts of one parameter, each with its place in the sent part of a slab
 _Placed = Sequence[tuple[TensorPart, slice]]
 
 
 class _Parameter(NamedTuple):
-    """A parameter of a module, and where its words lie in the slab of its layer."""
+    """A parameter of a module, and the place of its words in its layer's slab."""
 
     place: ParameterPlace
     parts: _Placed
     scratch_lo: int
-    # in use while modules inside of its own are expanded, and so behind what those take
+    # also in use while inner modules are expanded, so it is placed after theirs
     is_around: bool = False
 
 
 class CodedWeight(NamedTuple):
-    """Coded weights where they are expanded: a parameter, or one part of it."""
+    """A coded weight to be expanded: a parameter, or one part of it."""
 
     coding: Coding
     stored_B: Tensor
     companions: Companions
     shape: tuple[int, ...]
-    # the type that is expanded into
+    # the type to expand into
     dtype: torch.dtype
 
     @property
@@ -74,10 +73,10 @@ class ExpandedWeights:
         blocks: the layers.
         device: on which the model computes.
         dtype: the type in which it computes.
-        records: slabs of what comes by itself, and is expanded by `numbers`.
+        records: slabs of experts that come one by one, expanded by `numbers`.
 
     Attributes:
-        hooks: what has to be taken off when the model is closed.
+        hooks: to remove when the model is closed.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class ExpandedWeights:
         self._sent: dict[int, Tensor] = {}
         coded = [words for layout in (*layouts, *records) for words in layout.coded.values()]
         self._parts = {word.part for words in coded for word in words}
-        # what has none is in no slab that `keep` could be given
+        # a layer without coded weights is in no slab for `keep`
         bare = [part for part in self._parts if not _coded(part).companions]
         self._companions: dict[TensorPart, Companions] = {
             part: _coded(part).coding.prepare({}, part.entry.shape) for part in bare
@@ -112,7 +111,7 @@ class ExpandedWeights:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of the largest module and of the largest around others."""
+        """Return the bytes of the largest module, and of the largest one around others."""
         return self._inner_bytes + self._around_bytes
 
     def set_expansion(self, expansion: Expansion) -> None:
@@ -120,7 +119,7 @@ class ExpandedWeights:
         self._expansion = expansion
 
     def keep(self, companions_of: Mapping[TensorPart, Companions]) -> None:
-        """Keep those of these prepared companions that layers have, where the model computes."""
+        """Keep those of these prepared companions that layers use, on the device that computes."""
         for part, companions in companions_of.items():
             if part in self._parts:
                 sent = {name: tensor.to(self._device) for name, tensor in companions.items()}
@@ -131,11 +130,11 @@ class ExpandedWeights:
         self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._device)
 
     def has(self, part: TensorPart) -> bool:
-        """Return True if companions are kept of a part."""
+        """Return True if a part's companions are kept."""
         return part in self._companions
 
     def companions(self, part: TensorPart) -> Companions:
-        """Return the companions that are kept of a part."""
+        """Return a part's companions."""
         return self._companions[part]
 
     def bind(self, layer: int, sent: Tensor) -> None:
@@ -143,11 +142,11 @@ class ExpandedWeights:
         self._sent[layer] = sent
 
     def unbind(self, layer: int) -> None:
-        """Let go of the slab."""
+        """Release the slab."""
         self._sent.pop(layer, None)
 
     def words(self, layout: SlabLayout, slab: np.ndarray) -> list[CodedWeight]:
-        """Return all that is expanded of a slab, to try functions on; nothing is bound."""
+        """Return all coded weights in a slab, for trials; nothing is bound."""
         sent = torch.from_numpy(slab).to(self._device)
         return [
             CodedWeight(
@@ -179,9 +178,9 @@ class ExpandedWeights:
         return sum(rounded_up(self._dtype.itemsize * num, _ALIGN_BYTES) for num in nums)
 
     def release(self, module: nn.Module) -> None:
-        """Expand a module's parameters a last time, and take its hooks off.
+        """Expand a module's parameters a last time, and remove its hooks.
 
-        Their numbers are valid until those of another module are expanded.
+        Their numbers are valid until another module's are expanded.
         """
         if module in self._owned:
             fill, hooks = self._owned.pop(module)
@@ -192,7 +191,7 @@ class ExpandedWeights:
                 hook.remove()
 
     def settle(self) -> None:
-        """Drop companions and scratch once every module was released."""
+        """Free companions and scratch once every module was released."""
         if not self._owned:
             self._companions = {}
             self._scratch_B = torch.empty(0, dtype=torch.uint8)
@@ -239,7 +238,7 @@ class ExpandedWeights:
             place.table[place.key] = self.expanded(layer, parameter)
 
     def expanded(self, layer: int, parameter: _Parameter) -> Tensor:
-        """Return a parameter's numbers, valid until those of another module are expanded."""
+        """Return a parameter's numbers, valid until another module's are expanded."""
         place, parts, lo, is_around = parameter
         lo += self._inner_bytes if is_around else 0
         out = self._scratch_B[lo : lo + place.empty.nbytes].view(place.empty.dtype)
@@ -253,7 +252,7 @@ class ExpandedWeights:
 
 
 class CodedMatrix(NamedTuple):
-    """A coded matrix in the place of a module's own weight; see `StoredMatrix`."""
+    """A coded matrix in place of a module's weight; see `StoredMatrix`."""
 
     weights: ExpandedWeights
     layer: int
@@ -269,7 +268,7 @@ def companion_slabs(
     rest: Mapping[str, Sequence[TensorPart]],
     layouts: Mapping[str, SlabLayout],
 ) -> list["CompanionSlab"]:
-    """Return slabs for all companions: one for each copy, which is large, and one for the others.
+    """Return slabs for all companions: one for each 4-bit copy, which is large, and one other.
 
     See `CompanionSlab`; `layouts` are of the slabs of layers, by what stands before the names in
     each, such as `model.layers.3.`.
@@ -283,16 +282,16 @@ def companion_slabs(
     others = [named for named in layered if not isinstance(_coded(named[1]).coding, Residual)]
     slabs = [CompanionSlab(where, rest, others)]
     slabs += [CompanionSlab(where, {}, [named]) for named in layered if named not in others]
-    # empty where codings have no companions
+    # empty if codings have no companions
     return [slab for slab in slabs if slab.layout.coded or slab.layout.parameters]
 
 
 class CompanionSlab:
-    """A slab of what is read once: companions, and coded weights around the layers.
+    """A slab that is read once: companions, and coded weights outside the layers.
 
     Args:
-        where: names the model.
-        rest: the coded weights around the layers, by name.
+        where: the model, for messages.
+        rest: the coded weights outside the layers, by name.
         layered: the coded weights of layers, by name.
 
     Attributes:
@@ -318,7 +317,7 @@ class CompanionSlab:
         self.layout = slab_layout({**companions, **shapes})
 
     def companions(self, slab: np.ndarray) -> dict[TensorPart, Companions]:
-        """Return all companions, prepared. Raises `UserError` where they cannot be right."""
+        """Return all companions, prepared. Raises `UserError` for impossible ones."""
         flat = torch.from_numpy(slab)
         companions = dict[TensorPart, Companions]()
         for index, (name, part) in enumerate(self._parts):
@@ -330,7 +329,7 @@ class CompanionSlab:
                 ready = _coded(part).coding.prepare(stored, part.entry.shape)
             except ValueError as error:
                 raise UserError(f"{self._where}: {name}: {error}") from None
-            # the slab can go
+            # the slab can be freed
             companions[part] = {suffix: tensor.clone() for suffix, tensor in ready.items()}
         return companions
 
@@ -340,7 +339,7 @@ class CompanionSlab:
         companions_of: Mapping[TensorPart, Companions],
         dtypes: Mapping[str, torch.dtype],
     ) -> dict[str, Tensor]:
-        """Return the weights around the layers, in these types."""
+        """Return the weights outside the layers in these types."""
         flat = torch.from_numpy(slab)
         weights = {}
         for name in self._rest:
@@ -353,7 +352,8 @@ class CompanionSlab:
 def _runs_with(name: str, place: ParameterPlace, block: nn.Module) -> nn.Module:
     """Return the module whose pass uses a parameter of a layer.
 
-    Of what a mixer reads and never calls, such as its convolution, it is the mixer.
+    For parameters that a mixer reads without calling their module, such as its convolution, it is
+    the mixer.
     """
     around = block
     for inner in name.split(".")[:-1]:
@@ -384,7 +384,7 @@ def _expanded(
     expansion: Expansion,
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Return a parameter of this shape whose numbers fill `out`; by default it has all rows."""
+    """Return a parameter of this shape over the numbers in `out`; by default it has all rows."""
     for part, words in parts:
         _expand(part, sent[words], companions_of[part], out, expansion)
     first = parts[0][0]
@@ -400,7 +400,7 @@ def _expanded(
 def _expand(
     part: TensorPart, stored_B: Tensor, companions: Companions, flat: Tensor, expansion: Expansion
 ) -> None:
-    """Fill one part of a parameter; `flat` has the numbers of all parts."""
+    """Fill one part of a parameter; `flat` holds the numbers of all parts."""
     shape = part.entry.shape
     coding, _, turn, num_woven = _coded(part)
     size = math.prod(shape)

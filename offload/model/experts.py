@@ -1,8 +1,8 @@
 """Routed experts, each multiplied by itself: those of whole layers, and those that come on demand.
 
-transformers has several ways to multiply rows with the experts of a layer, and asks for ours by
-name (`ExpertsInterface`). Invariant: what experts contribute is added in their order, so that bits
-do not depend on what was there already; they are those of transformers' own loop over experts.
+transformers has several ways to multiply rows with a layer's experts, and finds ours by name
+(`ExpertsInterface`). Invariant: experts' contributions are added in a fixed order, so that bits do
+not depend on which experts were cached; they are those of transformers' own loop over experts.
 """
 
 from collections import Counter
@@ -20,28 +20,28 @@ from offload.model.linear import PLAIN, Products, replace_child
 from offload.model.parameters import below
 from offload.sampling.sampler import NOT_NUMBERS
 
-# one expert's weights, by the names that their stacks have
+# one expert's weights, by the names of their stacks
 Weights = Mapping[str, Tensor]
-# Takes a layout, returns what is `sent` of its slab.
+# Takes a layout, returns the `sent` part of its slab.
 Fetch = Callable[[SlabLayout], np.ndarray]
-# Takes a layer, its experts, rising, and how many rows want each; yields each with its layout and
-# its slab as it is `sent`, valid until the next is asked for.
+# Takes a layer, its experts in rising order, and how many rows want each; yields each one's layout
+# and `sent` slab, valid until the next is asked for.
 Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
-# Takes a record and its slab; returns the numbers, valid until it is called again.
+# Takes a record and its slab; returns the numbers, valid until the next call.
 Open = Callable[[SlabLayout, Tensor], Weights]
-# Takes experts, rising, and how many rows want each; yields the weights of each.
+# Takes experts in rising order, and how many rows want each; yields each one's weights.
 Source = Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]]
-# more than processors cache, so that numbers come from memory as in a pass
+# more bytes than processors cache, so that numbers come from memory as in a pass
 _SAMPLE_BYTES = 64 << 20
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "_apply_gate")
-# families that add up in the type of the router's shares, and round once
+# families that sum in the type of the router's shares, and round once
 _SUMS_BY_SHARES = ("nemotron_h",)
 
 
 class StackedExperts(nn.Module):
-    """Experts of a family that does not let transformers' interface choose how they multiply.
+    """Experts of a family that ignores transformers' interface for experts.
 
-    Parameters and gate are those of the module that it replaces.
+    Parameters and gate are those of the replaced module.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class StackedExperts(nn.Module):
 
 
 class ChosenRows(nn.Module):
-    """The mixture of Llama 4, whose experts multiply the rows that chose them alone.
+    """Llama 4's mixture, whose experts multiply only the rows that chose them.
 
-    transformers gives every expert all rows, of which those of others are zeros. With the same
-    products for what comes whole and for what comes one by one, both have the same bits.
+    transformers gives every expert all rows, with zeros for the rows of others. The same products
+    for whole layers and for experts on demand give both the same bits.
     """
 
     def __init__(self, theirs: Any) -> None:
@@ -83,7 +83,7 @@ class ChosenRows(nn.Module):
         self.shared_expert = theirs.shared_expert
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output of transformers' module, with the scores of its router."""
+        """Return the output of transformers' module, with the router's scores."""
         hidden_ND = hidden_states.reshape(-1, self.hidden_dim)
         score_NE, logits_NE = self.router(hidden_ND)
         share_NK, expert_NK = score_NE.topk(self.top_k, dim=1)
@@ -92,7 +92,7 @@ class ChosenRows(nn.Module):
 
 
 class ParallelExperts(nn.Module):
-    """The matrices of JetMoe, one for each expert, by which rows are multiplied in turn."""
+    """JetMoe's matrices, one for each expert, which multiply its rows in turn."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ParallelExperts(nn.Module):
         self.products: Products = PLAIN
 
     def forward(self, rows: Tensor, num_rows_E: Sequence[int]) -> Tensor:
-        """Return the products of rows that stand in the order of their experts."""
+        """Return the products of rows that are sorted by their experts."""
         parts = rows.split([*num_rows_E], dim=0)
         outs = (
             self.products.linear(part, weight)
@@ -113,7 +113,7 @@ class ParallelExperts(nn.Module):
 def prepare_experts(meta_model: nn.Module) -> None:
     """Let all experts multiply as a model is asked to, see `choose_products`.
 
-    Those that transformers' interface does not reach are replaced by modules of our own.
+    Experts outside transformers' interface are replaced by modules of ours.
     """
     replaced: Any
     for name, replaced in [*meta_model.named_modules()]:
@@ -136,9 +136,9 @@ def _are_experts(module: nn.Module) -> bool:
 
 
 def experts_of(block: nn.Module) -> tuple[int, int]:
-    """Count a layer's experts, and those that a row met in a pass without numbers.
+    """Count a layer's experts, and those that a row meets, by a pass without numbers.
 
-    Zeros for a layer whose rows are all multiplied with all of its experts, if it has any.
+    Zeros for a layer without experts, or one whose rows are multiplied with all of them.
     """
     experts: Any = next(filter(_are_experts, block.modules()), None)
     if experts is None:
@@ -161,7 +161,7 @@ class RoutedExperts(NamedTuple):
 def find_experts(
     block: nn.Module, stored: Mapping[str, Stack]
 ) -> tuple[RoutedExperts | None, set[str]]:
-    """Return a layer's experts, None where it has none, and the names of their stacks."""
+    """Return a layer's experts, None if it has none, and the names of their stacks."""
     for name, module in block.named_modules():
         if not _are_experts(module):
             continue
@@ -179,7 +179,7 @@ def find_experts(
 
 
 def sample_of(records: Sequence[SlabLayout], fetch: Fetch, device: torch.device) -> Bring:
-    """Let a few of these stand for all experts, to try and to time before all have room."""
+    """Let a few of these stand for all experts, for trials and timing before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
     slabs = [(record, torch.from_numpy(fetch(record)).to(device)) for record in records[:num_slabs]]
 
@@ -187,7 +187,7 @@ def sample_of(records: Sequence[SlabLayout], fetch: Fetch, device: torch.device)
 
 
 def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open) -> None:
-    """Let the module get its weights by `bring` from now on, which calls the layer `layer`."""
+    """Get the module's weights from `bring` from now on, which numbers it `layer`."""
 
     def weights(needed: Sequence[int], num_rows: Sequence[int]) -> Iterator[tuple[int, Weights]]:
         for expert, record, sent in bring(layer, needed, num_rows):
@@ -197,12 +197,12 @@ def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open
 
 
 def drop_source(experts: RoutedExperts) -> None:
-    """Let go of what experts came from: without another their layer cannot run."""
+    """Release the source of experts: without another one their layer cannot run."""
     vars(experts.module).pop("weight_source", None)
 
 
 def _stacked(module: Any) -> Source:
-    """Return the weights of experts that are there as one stack."""
+    """Return the weights of experts that are present as one stack."""
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     names += [f"{name}_bias" for name in names if module.has_bias]
 
@@ -217,25 +217,25 @@ def _stacked(module: Any) -> Source:
 def multiply_experts(module: Any, hidden_ND: Tensor, expert_NK: Tensor, share_NK: Tensor) -> Tensor:
     """Compute what transformers' own loop over experts does; each row meets K experts.
 
-    A device is waited for once: choices are sorted on it, so that nothing has to be sent back.
+    The device is waited for once: choices are sorted on it, so nothing has to be sent back.
     """
     if hidden_ND.is_meta:
         module.num_chosen = expert_NK.shape[1]
         return hidden_ND
-    # rows of an expert come in the order of that loop
+    # an expert's rows are in the order of that loop
     num_rows = len(hidden_ND)
     by_expert = expert_NK.T.flatten()
     sorted_C, order_C = by_expert.sort(stable=True)
     is_finite_1 = share_NK.isfinite().all()[None].to(sorted_C.dtype)
     is_finite, *chosen = torch.cat([is_finite_1, sorted_C]).tolist()
     if not is_finite:
-        # here they are a router's scores
+        # in this family they are a router's scores
         raise HostFault(NOT_NUMBERS)
     share_C1 = share_NK.T.flatten()[order_C, None]
-    # an index of `num_experts` stands for no expert
+    # the index `num_experts` stands for no expert
     uses = Counter(expert for expert in chosen if expert < module.num_experts)
     scales_rows = getattr(module, "scales_rows", False)
-    # the rows as each of their experts takes them, in whose place comes what it makes of them
+    # the rows as each of their experts reads them, later replaced by its output
     part_CD = hidden_ND[order_C % num_rows]
     if scales_rows:
         part_CD = part_CD * share_C1
@@ -246,7 +246,7 @@ def multiply_experts(module: Any, hidden_ND: Tensor, expert_NK: Tensor, share_NK
     for expert, matrices in weights([*uses], [*uses.values()]):
         part_RD = part_of_expert[expert]
         part_RD.copy_(_multiply(module, part_RD, matrices))
-        # its numbers may be copies, and memory is planned for those of one expert
+        # its numbers may be copies, and memory is planned for one expert's
         del matrices
     config = getattr(module, "config", None)
     is_by_shares = getattr(config, "model_type", None) in _SUMS_BY_SHARES
@@ -258,7 +258,7 @@ def multiply_experts(module: Any, hidden_ND: Tensor, expert_NK: Tensor, share_NK
 
 
 def _places_by_expert(order_C: Tensor, num_rows: int) -> Tensor:
-    """Return (K, N): where each row's contributions stand, in the order of their experts."""
+    """Return (K, N): the index of each row's contributions, sorted by expert."""
     place_C = torch.empty_like(order_C)
     place_C[order_C] = torch.arange(len(order_C), device=order_C.device)
     return place_C.view(-1, num_rows).sort(dim=0).values

@@ -1,9 +1,9 @@
 """Feed-forwards that take wide passes in parts.
 
-Between their matrices a prompt would hold three times their width for each of thousands of rows,
-which a plan would have to keep free in every pass. So there rows go in parts of as many as one
-product has at most on a CPU. Invariant: a row's result is that of all rows at once, as far as
-products give a row the same bits whatever rows are beside it.
+Between its matrices a feed-forward would hold three times its width for each of a prompt's
+thousands of rows, memory that a plan would have to keep free in every pass. So rows pass there in
+parts, as many as one product has at most on a CPU. Invariant: a row's result is that of all rows at
+once, as far as products give a row the same bits whatever rows are beside it.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ class InParts(Around):
 
 
 def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
-    """Let the feed-forwards of these layers take wide passes in parts from now on, where they can."""
+    """From now on let the feed-forwards of these layers take wide passes in parts, if they can."""
     for layer in layers:
         if is_plain(layer):
             inner: Any = layer.mlp
@@ -44,7 +44,7 @@ def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return True if a layer's feed-forward has matrices alone, and is given nothing but rows."""
+    """Return True if a feed-forward consists of matrices alone, and takes nothing but rows."""
     inner = getattr(layer, "mlp", None)
     if not isinstance(inner, nn.Module):
         return False

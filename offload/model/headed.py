@@ -1,6 +1,6 @@
-"""A language model of a family that transformers only has inside of a model that also sees.
+"""A language model of a family that transformers only has inside a multimodal model.
 
-The decoder and its forward pass are transformers' own, the head is one matrix behind it.
+The decoder and its forward pass are transformers' own; the head is one matrix after it.
 """
 
 import sys
@@ -14,10 +14,9 @@ from offload.model.library import MODEL_MAPPING, CausalLMOutputWithPast, PreTrai
 
 
 def headed_model(config: Any, dtype: torch.dtype, **_: Any) -> PreTrainedModel:
-    """Build what `AutoModelForCausalLM` has no class for. Raises `ValueError` without a decoder."""
+    """Build a model that `AutoModelForCausalLM` has no class for. Raises `ValueError`."""
     decoder = _decoder_class(config)
-    # In the decoder's own module, whose source transformers reads to learn what its families can be
-    # asked for.
+    # In the decoder's own module, from whose source transformers learns what its families support.
     attributes = {"__module__": decoder.__module__, "config_class": type(config)}
     headed: Any = type(f"{decoder.__name__}WithHead", (_WithHead, decoder.__mro__[1]), attributes)
     return headed._from_config(config, dtype=dtype)
@@ -45,7 +44,7 @@ class _WithHead:
 def _decoder_class(config: Any) -> Any:
     """Return the class of this config's decoder, listed or beside it. Raises `ValueError`.
 
-    Some families only have it inside of other models.
+    Some families only have it inside other models.
     """
     if not isinstance(getattr(config, "hidden_size", None), int):
         raise ValueError("it does not write text")
@@ -67,16 +66,16 @@ def _decoder_class(config: Any) -> Any:
 
 
 def _configs_of(decoder: type[PreTrainedModel]) -> tuple[Any, Any]:
-    """Return the classes of config that a decoder tells of, and that it is made of.
+    """Return the classes of config that a decoder names, and that it is built from.
 
-    PaddleOCR-VL's tells of that of the whole model in transformers 5.17.
+    PaddleOCR-VL's names the whole model's in transformers 5.17.
     """
     made_of = signature(decoder).parameters.get("config")
     return getattr(decoder, "config_class", None), made_of and made_of.annotation
 
 
 def _scaled_scores(logits_1TV: Tensor, config: Any) -> Tensor:
-    """Do to scores what the whole model does, which is not built: Granite divides, Muse bounds."""
+    """Apply the whole model's changes to scores: Granite divides, Muse bounds."""
     if divisor := getattr(config, "logits_scaling", None):
         logits_1TV = logits_1TV / divisor
     if factor := getattr(config, "output_multiplier", None):

@@ -1,7 +1,7 @@
 """A checkpoint by name, as planning sees it: from headers, or built from a config alone.
 
-Either way the model is built once, without storage, so that a plan refuses what loading refuses;
-what that tells is kept (`checkpoint/spec.py`), and who plans it again imports nothing.
+Either way the model is built once, without storage, so that a plan refuses what loading refuses.
+The resulting description is kept (`checkpoint/spec.py`), so that planning it again imports nothing.
 """
 
 from dataclasses import replace
@@ -21,16 +21,16 @@ from offload.options import PathLike
 def describe(
     model: PathLike, source: PathLike | None = None, *, read: ReadHeaders = open_headers
 ) -> Checkpoint:
-    """Return a model as planning sees it, from a folder, a GGUF file, a hub id or a config.json.
+    """Return a model's headers, from a folder, a GGUF file, a hub id or a config.json.
 
-    `source` is what a GGUF file was made from, and `read` reads headers, see `open_headers`. Raises
-    `UserError`, also where loading would find that files and model do not belong together.
+    `source` is the original of a GGUF file, and `read` reads headers, see `open_headers`. Raises
+    `UserError`, also where loading would find that files and model do not match.
     """
     path = config_alone(model)
-    # which refuses a source of anything but a GGUF file
+    # it refuses a source for anything but a GGUF file
     if path is None or source is not None:
         headers = read(model, source)
-        # a head is no model before it stands beside its target
+        # a head is no model until it is joined to its target
         return headers if head_kind(headers.config) else specified(headers, is_checked=True)
     config = read_config(path)
     if config.get("quantization_config"):
@@ -51,10 +51,9 @@ def describe(
 
 @remembered
 def specified(checkpoint: Checkpoint, *, is_checked: bool = False) -> Checkpoint:
-    """Return a checkpoint with what is known of its layers, see `LayerSpec`.
+    """Return a checkpoint with a description of its layers, see `LayerSpec`.
 
-    `is_checked` also raises `UserError` where loading would find that files and model do not belong
-    together.
+    `is_checked` also raises `UserError` where loading would find that files and model do not match.
     """
     spec = _kept(checkpoint)
     if spec is None or (is_checked and not spec.is_checked):
@@ -68,9 +67,9 @@ def specified(checkpoint: Checkpoint, *, is_checked: bool = False) -> Checkpoint
 
 @remembered
 def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
-    """Return a checkpoint with what is known of its layers; None where it has to be built.
+    """Return a checkpoint with a description of its layers; None if it has to be built first.
 
-    Of a Llama-like model sizes tell it, though not whether loading will refuse its files.
+    For a Llama-like model sizes suffice, though they do not show whether loading refuses its files.
     """
     kept = _kept(checkpoint)
     if kept is not None:
@@ -108,7 +107,7 @@ def is_built(
 
 @remembered
 def _key_of(checkpoint: Checkpoint) -> str:
-    """Return the key of a model by all that its mapping to parameters depends on."""
+    """Return the cache key of a model, from all that its mapping to parameters depends on."""
     headers = [
         (name, entry.dtype, entry.shape, entry.coded and entry.coded.coding)
         for name, entry in checkpoint.tensors.items()

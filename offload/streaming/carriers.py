@@ -1,4 +1,4 @@
-"""Carriers: how a block gets into the slot where it is computed with.
+"""Carriers move a block into the slot from which it is computed.
 
 On a CPU a disk fills the slot itself (`Carrier`). To a device a layer goes from locked host
 memory as soon as its slot is released, or from disk through a cycle of locked buffers, which a
@@ -7,8 +7,8 @@ memory begins at a multiple of 256 bytes or more, and each copy with the block's
 (`layout.py`).
 
 Invariants: a host slot or buffer is lent from the read of its block until all copies from it are
-enqueued, and written again only after the event behind the last of these; a block that is no longer
-wanted is not sent.
+enqueued, and written again only after the event of the last copy. A block that is no longer wanted
+is not sent.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -27,11 +27,11 @@ from offload.streaming.slot_cycle import SlotCycle
 
 
 class Carrier:
-    """Brings blocks, layers or experts, to where they are computed with. This one is the host's:
-    a disk is read into the slots. Others bring them to a device, by way of what they read here.
+    """Moves blocks, layers or experts, into slots. This one is the host's: it reads a disk into the
+    slots. Others send to a device what they read this way.
 
-    The blocks `resident` stay. Of the others layers are `streamed` through slots in every pass, but
-    for those that come `once` for a prompt; events of the `device` that computes order both.
+    The blocks `resident` stay. Other layers are `streamed` through slots in every pass, except
+    those that pass `once` for a prompt. Events of the `device` that computes order both.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Carrier:
 
     @property
     def note(self) -> str | None:
-        """Return a line for the user where blocks come more slowly than they could."""
+        """Return a line for the user if blocks arrive more slowly than they could."""
         return self.source.note
 
     @property
@@ -62,7 +62,7 @@ class Carrier:
         return [*self.resident]
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
-        """Read the blocks that stay; `on_bytes` gets the size of every slab that has landed."""
+        """Read the blocks that stay; `on_bytes` is called with each slab's size."""
         slabs = [(self.layouts[n], slab.numpy()) for n, slab in self.resident.items()]
         read_all(self.source, slabs, on_bytes)
 
@@ -80,7 +80,7 @@ class Carrier:
         return reads
 
     def read(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
-        """Start reading a block into host memory, wherever it goes from there: a `Carry` as well."""
+        """Start reading a block into host memory, the first step of every `Carry`."""
         if free is not None:
             self.device.synchronize(free)
         layout = self.layouts[block]
@@ -94,24 +94,24 @@ class Carrier:
         """Note that a pass of `num_rows` over experts follows."""
 
     def use(self, blocks: Sequence[int]) -> None:
-        """Note that the pass needs these experts, and that they were not there when it began."""
+        """Note that the pass needs these experts, and that they were missing when it began."""
 
     def start(self) -> None:
-        """Get ready: layers will be asked for, from the first one on."""
+        """Get ready: layers will be requested from the first one on."""
 
     def stop(self) -> None:
-        """Stop; on return nothing moves but what futures of cancelled requests still tell of."""
+        """Stop; on return nothing moves except what futures of cancelled requests report."""
 
     def close(self) -> None:
-        """Let go of the memory; the carrier is stopped."""
+        """Free the memory; the carrier is stopped."""
         self.resident.clear()
 
 
 class FeedingCarrier(Carrier):
-    """Brings blocks to the memory of a device; its thread sends what has to be waited for.
+    """Sends blocks to the memory of a device; a thread sends those that have to be waited for.
 
     Args:
-        pinned: gives memory of the host; its opener closes it, after this.
+        pinned: allocates host memory; its opener closes it, after this.
     """
 
     def __init__(
@@ -139,12 +139,11 @@ class FeedingCarrier(Carrier):
 
 
 class DeviceCarrier(FeedingCarrier):
-    """Brings layers to the memory of a device.
+    """Sends layers to the memory of a device.
 
     Args:
-        tiers: where each layer lives; fixed for the run, because a cyclic scan through an LRU cache
-            never hits.
-        num_host_slots: locked buffers that layers from disk are read ahead into.
+        tiers: each layer's place; fixed for the run, because a cyclic scan never hits an LRU cache.
+        num_host_slots: locked buffers for layers read ahead from disk.
     """
 
     def __init__(
@@ -174,10 +173,10 @@ class DeviceCarrier(FeedingCarrier):
         return [*self.resident, *self._host_layers]
 
     def load(self, on_bytes: Callable[[int], None]) -> None:
-        """Read what stays on the device, then what stays on the host: never both in host memory."""
+        """Read what stays on the device, then what stays on the host, never both at the same time."""
         if self.resident:
             self._load_device(on_bytes)
-        # a generator: buffers are made while the ones before are read
+        # a generator: each buffer is allocated while the ones before are read
         host_buffers = ((self.layouts[n], self._host(n).array) for n in self._host_layers)
         read_all(self.source, host_buffers, on_bytes)
         are_locked = all(buffer.is_pinned for buffer in self.host_buffers.values())
@@ -185,9 +184,9 @@ class DeviceCarrier(FeedingCarrier):
             self.sender.expect_unlocked()
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
-        """Send a layer, or let it be sent when it can be.
+        """Send a layer, or have it sent once it can be.
 
-        The future gives the event after its copy.
+        The future returns the event after its copy.
         """
         ready = Future[Event]()
         host_buffer = self.host_buffers.get(layer)
@@ -202,22 +201,22 @@ class DeviceCarrier(FeedingCarrier):
         self.ahead.start()
 
     def stop(self) -> None:
-        """Stop; on return nothing moves any more. Waiting `acquire` calls are cancelled before."""
+        """Stop; on return nothing moves. Waiting `acquire` calls were cancelled before."""
         self.ahead.cancel()
-        # returns once the thread has finished what it is doing
+        # returns once the thread has finished its work
         self._feed.submit(int).result()
         self.ahead.stop()
         self.device.synchronize(self.device.mark(self.device.copies))
 
     def close(self) -> None:
-        """End the thread and let go of the memory; nothing moves."""
+        """Stop the thread and free the memory; nothing moves."""
         self._feed.shutdown()
         self.sender.close()
         for memory in (self.resident, self.host_buffers, self.ahead.slots):
             memory.clear()
 
     def _send_late(self, ready: Future[Event], layer: int, slot: Tensor, free: Event) -> None:
-        """Send a layer from where the copy engine cannot take it; in the feeding thread."""
+        """Send a layer from memory that the copy engine cannot read; in the feeding thread."""
         if not ready.set_running_or_notify_cancel():
             return
         host_buffer = self.host_buffers.get(layer)
@@ -225,7 +224,7 @@ class DeviceCarrier(FeedingCarrier):
             slab = self.ahead.acquire(layer)[0] if host_buffer is None else host_buffer.tensor
             is_locked = host_buffer is None and self._is_ahead_locked
             sent = self._send(layer, slot, free, slab, is_locked=is_locked)
-        # raised where the layer is acquired
+        # raised again where the layer is acquired
         except BaseException as error:
             ready.set_exception(error)
             return
@@ -243,7 +242,7 @@ class DeviceCarrier(FeedingCarrier):
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:
         """Read resident layers, through buffers that later hold other layers if large enough."""
         device = self.device
-        # the memory may still be in use by what was enqueued before
+        # enqueued work may still use the memory
         device.wait(device.copies, device.mark(device.compute))
         size = max(slab.nbytes for slab in self.resident.values())
         hosts = [self._host(n).tensor for n in self._host_layers[:NUM_LOADERS]]

@@ -26,18 +26,18 @@ from offload.units import format_bytes, parse_size
 STAGING_BYTES = 32 << 20
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
-# small tensors in a row share an event up to this size, so that events are few
+# small tensors in a row share an event up to this size, to need few events
 _PART_BYTES = 1 << 20
-# memory of a CUDA context; more than that belongs to other programs
+# bytes of a CUDA context; beyond that memory belongs to other programs
 _MAX_CONTEXT_BYTES = 1 << 30
-# a context grows as kernels are used for the first time, and torch must leave room for that: 0.82
-# GiB in the end on an H200
+# a context grows as kernels are used first, and torch must leave room for that: .82 GiB in the end
+# on an H200
 _LEAST_CONTEXT_BYTES = 7 << 27
 
 
 @dataclass(eq=False)
 class StagingRing:
-    """A ring of locked host memory that kernels read: small tensors get to a device without a copy.
+    """A ring of locked host memory that kernels read: small tensors reach a device without a copy.
 
     A device serves copies of one direction in their order, on any stream, so a copy would wait for
     all layers queued before it. A part of the ring is written again only after the event behind its
@@ -46,14 +46,14 @@ class StagingRing:
 
     # flat uint8, locked, a multiple of 256 bytes
     _array: np.ndarray
-    # the same memory as the device sees it, int64
+    # the same memory by the device's address, int64
     _seen: Tensor
-    # gives an event behind all that has been given to the stream that computes
+    # returns an event after all work enqueued on the compute stream
     _mark: Callable[[], Event]
     # waits for an event
     _synchronize: Callable[[Event], None]
-    # by part where it begins, and an event of the stream that computes, behind its last reader;
-    # positions go on counting where the ring begins again
+    # by the position of a part: an event of the compute stream after its last reader; positions
+    # keep counting when the ring wraps
     _parts: deque[tuple[int, Event]] = field(default_factory=deque)
     _next: int = 0
 
@@ -62,13 +62,13 @@ class StagingRing:
         return 0 < source.numel() * source.element_size() <= len(self._array)
 
     def send(self, source: Tensor) -> Tensor:
-        """Return the tensor on the device, for what is enqueued from now on where it computes."""
+        """Return the tensor on the device, for work enqueued on the compute stream from now on."""
         given = source.contiguous().flatten().view(torch.uint8).numpy()
         place = self._free_place(len(given))
         lo = place % len(self._array)
         self._array[lo : lo + len(given)] = given
         words = self._seen[lo // _WORD_BYTES : -(-(lo + len(given)) // _WORD_BYTES)]
-        # this is a kernel; `copy_` would be a copy, in the queue of all others
+        # this is a kernel; `copy_` would wait in the queue of all copies
         sent = words.bitwise_or(0)
         if self._parts and place + len(given) - self._parts[-1][0] <= _PART_BYTES:
             place = self._parts.pop()[0]
@@ -76,7 +76,7 @@ class StagingRing:
         return sent.view(torch.uint8)[: len(given)].view(source.dtype).view(source.shape)
 
     def _free_place(self, num_bytes: int) -> int:
-        """Return where the next bytes go, in one piece; waits for what still reads there."""
+        """Return the position for the next bytes, in one piece; waits for readers of that part."""
         size = len(self._array)
         lo = self._next
         if lo % size + num_bytes > size:
@@ -92,7 +92,7 @@ class StagingRing:
 
 
 class CudaDevice(Device):
-    """One CUDA device; compute runs on the stream that was current where this was built."""
+    """One CUDA device; computes on the stream that was current at construction."""
 
     has_own_memory = True
 
@@ -105,25 +105,25 @@ class CudaDevice(Device):
         # kernels between copies must not wait long
         self.copies = torch.cuda.Stream(self.torch_device, priority=-1)
         self._ring: StagingRing | None = None
-        # cuDNN plans for every length again, tens of milliseconds each
+        # cuDNN would plan again for every length, tens of milliseconds each
         torch.backends.cuda.enable_cudnn_sdp(False)
         multiply_by_ieee()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._context_bytes = self._own_context_bytes()
-        # torch keeps to a limit, so that a large GPU can stand in for a small one; an earlier limit
-        # no longer holds.
+        # torch keeps to a limit, so that a large GPU can stand in for a small one; this replaces an
+        # earlier limit.
         beside_bytes = max(self._context_bytes, _LEAST_CONTEXT_BYTES)
         share = 1.0
-        # with less no plan works, and the planner's error says so better
+        # no plan works with less, and the planner's error says so better
         if limit_bytes is not None and limit_bytes > beside_bytes:
             share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.torch_device)[1]
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Make device and stream current: both are a thread's own.
+        """Make device and stream current in this thread.
 
-        Without this another thread would compute, and Triton launch, on the first GPU.
+        Without this another thread would compute on the first GPU, and Triton launch there.
         """
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self.compute):
             yield
@@ -133,16 +133,16 @@ class CudaDevice(Device):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def open_allocator(self) -> PinnedAllocator:
-        """Open an allocator of page-locked memory, as far as this machine has it."""
+        """Open an allocator of page-locked memory, as far as this machine allows it."""
         return open_pinned_allocator(self.torch_device)
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy, for which the host waits where memory is not page-locked."""
+        """Enqueue a copy; the host waits for it if the memory is not page-locked."""
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
     def open_uploads(self, resources: ExitStack) -> str | None:
-        """Let uploads pass the layers that are queued; kernels must see locked memory for that."""
+        """Let uploads bypass the queued layers, which needs kernels that can read locked memory."""
         pinned = self.open_allocator()
         resources.callback(pinned.close)
         buffer = pinned.allocate(STAGING_BYTES, is_seen=True)
@@ -159,7 +159,7 @@ class CudaDevice(Device):
         return None
 
     def _unstage(self) -> None:
-        # the last uploads may still be read
+        # kernels may still read the last uploads
         self.synchronize(self.mark(self.compute))
         self._ring = None
 
@@ -196,12 +196,12 @@ class CudaDevice(Device):
         return begun.elapsed_time(ended) / 1e3 if ended.query() else None
 
     def peak_bytes(self) -> int:
-        """Return torch's own high-water mark, plus what CUDA keeps beside it."""
+        """Return torch's own peak, plus what CUDA uses in addition."""
         self._context_bytes = max(self._context_bytes, self._own_context_bytes())
         return int(torch.cuda.max_memory_reserved(self.torch_device)) + self._context_bytes
 
     def bytes_beside_torch(self) -> int:
-        """Return the bytes of the context and of all that other programs hold.
+        """Return the bytes of the context and of all other programs.
 
         The context includes kernels loaded and graphs recorded so far.
         """
@@ -214,7 +214,7 @@ class CudaDevice(Device):
 
 
 class _SeenByKernels:
-    """Page-locked memory by the address that a kernel reads it at, which is the host's own."""
+    """Page-locked memory by the address that kernels use, which is the host's own."""
 
     def __init__(self, array: np.ndarray) -> None:
         place = (array.ctypes.data, False)
@@ -223,8 +223,8 @@ class _SeenByKernels:
 
 
 def multiply_by_ieee() -> None:
-    """Let no float32 product use TF32, whatever `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE` says."""
-    # setting the newer names alone leaves a mixture, with which torch refuses to multiply
+    """Forbid TF32 for float32 products, whatever `TORCH_ALLOW_TF32_CUBLAS_OVERRIDE` says."""
+    # setting only the newer names would leave a mixture, with which torch refuses to multiply
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -232,13 +232,13 @@ def multiply_by_ieee() -> None:
 
 
 def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host: int = 0) -> Device:
-    """Return the device that `name` says, limited to `gpu_memory`.
+    """Return the device called `name`, limited to `gpu_memory`.
 
     `name` is `auto`, `cpu`, `cuda` or `cuda:N`. Of several GPUs, `cuda` and `auto` give each rank of
     this host the next one.
 
-    Raises `UserError`: no such name, driver or GPU, or a budget where there is none or larger than
-    the GPU.
+    Raises `UserError` for a missing device, driver or GPU, and for a budget without a GPU or larger
+    than the GPU.
     """
     check_device_name(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

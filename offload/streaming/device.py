@@ -1,15 +1,15 @@
-"""What streaming asks of what computes: memory, copies, and events that order two streams of work.
+"""The devices that streaming uses: memory, copies, and events that order two streams of work.
 
 `copies` moves weights, `compute` runs the model; the host goes on enqueueing. Every call names its
-stream, because "the current one" is another inside a `with` block and in another thread. `HOST`
-does everything at once, with times for events, so that models on the CPU stream as those on a GPU
-do (`cuda.CudaDevice`). Two facts tell devices apart: whether one has memory of its own
-(`has_own_memory`), to which layers are sent, and where its tensors lie (`torch_device`); a host in the
-role of a GPU has the first, and tensors of the CPU. `Spans` and `Stall` tell what the streams did
+stream, because "the current one" differs inside a `with` block and in another thread. `HOST` does
+everything at once, with times as events, so that a model streams on the CPU as on a GPU
+(`cuda.CudaDevice`). Devices differ in two facts: whether they have memory of their own, to which
+layers are sent (`has_own_memory`), and where their tensors lie (`torch_device`). A host that plays
+a GPU in tests has the first, with tensors on the CPU. `Spans` and `Stall` tell what the streams did
 and where they waited.
 
 Invariant: nothing waits for the whole device. Without a GPU nothing here imports torch before
-memory is asked for: machines elsewhere are planned without it.
+memory is allocated: plans for other machines work without it.
 """
 
 import time
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
     from offload.planning.load_options import LoadOptions
     from offload.streaming.pinned import PinnedAllocator
 
-# a mark in a stream, reached or not yet; on a host the time at which it was passed; None: reached
+# a mark in a stream, reached or not; on a host the time at which it was set; None: reached
 Event: TypeAlias = "torch.cuda.Event | float | None"
-# work that is done in order; None: the host's own
+# a stream of work done in order; None: the host's own
 Stream: TypeAlias = "torch.cuda.Stream | None"
 # NaN in every float format that is streamed
 POISON = 0xFF
 
 
 class Device:
-    """What computes. This one is the host: it does everything at once, in the order in which it is
-    asked. Others have memory of their own, and enqueue.
+    """A device that computes. This one is the host, which does everything at once, in order. Others
+    have memory of their own, and enqueue.
 
     Attributes:
-        name: what it calls itself; measurements hold for one kind of GPU.
-        has_own_memory: whether layers are sent to it; else it computes where a disk is read into.
+        name: its model name; measurements hold for one kind of GPU.
+        has_own_memory: whether layers are sent to it; else it computes from the buffers that a disk
+            fills.
     """
 
     name = "cpu"
@@ -62,17 +63,17 @@ class Device:
         return torch.device("cpu")
 
     def computing(self) -> AbstractContextManager[None]:
-        """Enqueue on `compute` meanwhile what this thread computes without naming a stream."""
+        """Within the body, enqueue this thread's unnamed work on `compute`."""
         return nullcontext()
 
     def allocate(self, num_bytes: int) -> "Tensor":
-        """Return the device's memory as flat uint8; on the host whole pages, for a disk."""
+        """Return the device's memory as flat uint8; on the host whole pages, as disk reads need."""
         import torch
 
         return torch.from_numpy(allocate(num_bytes))
 
     def open_allocator(self) -> "PinnedAllocator":
-        """Open an allocator of host memory that copies to this device can be made from.
+        """Open an allocator of host memory from which this device can copy.
 
         The caller closes it.
         """
@@ -96,29 +97,29 @@ class Device:
         """Let later work on `stream` begin after `event`; the host does not wait."""
 
     def synchronize(self, event: Event) -> None:
-        """Let the host wait for `event`."""
+        """Make the host wait for `event`."""
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
-        """Return seconds between two timed events, None while the later one is not reached."""
+        """Return seconds between two timed events, None until the later one is reached."""
         return cast(float, after) - cast(float, before)
 
     def open_uploads(self, resources: ExitStack) -> str | None:
-        """Let uploads pass the layers that are queued, while `resources` are open.
+        """Let uploads bypass the queued layers, while `resources` are open.
 
-        Returns a line that says why they cannot, or None.
+        Returns None, or a line with the reason why they cannot.
         """
         return None
 
     def upload(self, source: "Tensor") -> "Tensor":
-        """Return a host tensor on the device, for what computes there."""
+        """Return a host tensor on the device, for work of the compute stream."""
         return source
 
     def peak_bytes(self) -> int:
-        """Return the most memory of its own that this process has taken at once."""
+        """Return the peak of this process's memory on the device."""
         return 0
 
     def bytes_beside_torch(self) -> int:
-        """Return the bytes of its own memory that a context and all other programs hold."""
+        """Return the bytes that a context and other programs hold on the device."""
         return 0
 
 
@@ -127,7 +128,7 @@ HOST = Device()
 
 
 def is_host(name: str) -> bool:
-    """Return True if this names the host, as far as it is known without torch."""
+    """Return True if this names the host, as far as that is known without torch."""
     return name == "cpu" or (name == "auto" and not has_cuda_driver())
 
 
@@ -142,7 +143,7 @@ def host_for(gpu_memory: str | int | None) -> Device:
 def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> Device:
     """Open what `options` compute on. Raises `UserError`.
 
-    Where nothing will be loaded it is the host for a named machine, and for a budget on a GPU
+    If nothing will be loaded, it is the host for a named machine, and for a budget of a GPU
     elsewhere.
     """
     name = options.device
@@ -166,7 +167,7 @@ def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> D
     return open_device(name, gpu_memory, rank_on_host=rank_on_host)
 
 
-# takes the kind of work (copy, wait, compute), the layer, its start and end by perf_counter
+# called with the kind of work (copy, wait, compute), the layer, its start and end by perf_counter
 Listener = Callable[[str, int, float, float], None]
 
 
@@ -174,8 +175,8 @@ class Spans:
     """Collects spans of work (copies, waits and uses) while a listener is set; any thread may call
     `mark` and `add`.
 
-    One event whose moment the host knows ties the device's clock to its own, and after that event
-    nothing waits: what the device has not got to when it is asked is left out.
+    One event with a known host time ties the device's clock to the host's, and after that event
+    nothing waits: spans that the device has not reached when asked are left out.
     """
 
     def __init__(self, device: Device) -> None:
@@ -188,7 +189,7 @@ class Spans:
 
     @property
     def listener(self) -> Listener | None:
-        """Return the listener to spans. Before another is set, it hears of all queued work."""
+        """Return the listener to spans. Before it is replaced, it is called for all queued work."""
         return self._listener
 
     @listener.setter
@@ -205,7 +206,7 @@ class Spans:
         return None if self._listener is None else self._device.mark(stream, is_timed=True)
 
     def add(self, kind: str, layer: int, before: Event, after: Event) -> None:
-        """Note work on `layer` between these timed events; nothing where one is None."""
+        """Note work on `layer` between these timed events; does nothing if one is None."""
         if before is not None and after is not None and self._listener is not None:
             self._spans.append((kind, layer, before, after))
 
@@ -220,7 +221,7 @@ class Spans:
 
 
 class Stall:
-    """How long compute has waited for bytes, by timed events; asking waits for nothing."""
+    """Total time that compute has waited for bytes, by timed events; asking waits for nothing."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -233,7 +234,7 @@ class Stall:
 
     @property
     def known_s(self) -> float:
-        """Return the seconds of the waits that are over."""
+        """Return the seconds of all waits that are over."""
         while self._waits and (waited_s := self._device.elapsed_s(*self._waits[0])) is not None:
             self._known_s += waited_s
             self._waits.popleft()

@@ -1,9 +1,9 @@
-"""Checkpoint bytes from disk into buffers of ours, at the disk's own speed.
+"""Checkpoint bytes from disk into our buffers, at the disk's full speed.
 
-`ByteSource` is where the bytes of slabs come from; `DiskReader` is the one for files. Files are
-opened with O_DIRECT where the file system has it: nothing passes through the page cache, so a
-budget of memory is kept. A few threads keep several requests in flight; a single one leaves a third
-of the disk unused.
+`ByteSource` is the interface of slabs' bytes; `DiskReader` reads them from files. Files are opened
+with O_DIRECT where the file system supports it: nothing passes through the page cache, so memory
+stays within its budget. A few threads keep several requests in flight; a single one would leave a
+third of the disk's bandwidth unused.
 
 Invariant: a read that returns has every byte of its slab, from a file that did not change.
 """
@@ -31,27 +31,27 @@ from offload.units import rounded_up
 class ByteSource(Protocol):
     """The weight files of one checkpoint. The opener of a source closes it."""
 
-    # by the numbers of their shards
+    # by shard number
     paths: Sequence[Path]
-    # reads are slowed down to this rate, for studies
+    # limit of the reading rate, for studies
     rate_limit_bytes_per_s: float | None
 
     @property
     def reading_s(self) -> float:
-        """Return the seconds in which any read was under way."""
+        """Return the seconds during which any read was in progress."""
 
     @property
     def note(self) -> str | None:
-        """Return a line for the user when the fast way to read is not open."""
+        """Return a line for the user if the fast way of reading is not available."""
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start filling page-aligned uint8.
+        """Start filling a page-aligned uint8 buffer.
 
         It is valid once all futures are done; their `result()` may raise `ReadError`.
         """
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
-        """Return the `sent` part of a slab of its own, complete. Raises `ReadError`."""
+        """Return the `sent` part of a new slab, complete. Raises `ReadError`."""
         slab = allocate(layout.slab_bytes)
         finish(self.read(layout, slab))
         return slab[layout.sent]
@@ -60,9 +60,9 @@ class ByteSource(Protocol):
         """Drop queued reads and wait for running ones."""
 
 
-# looks at bytes (uint8) of a shard, from a byte on, as they are read
+# looks at bytes (uint8) of a shard, from an offset on, as they are read
 Watcher = Callable[[int, int, np.ndarray], None]
-# takes shards, the `stamps` that these must have, and `rate_limit_bytes_per_s` for a slower source
+# takes shards, the `stamps` that they must have, and `rate_limit_bytes_per_s` for studies
 OpenSource = Callable[..., ByteSource]
 
 
@@ -73,8 +73,8 @@ def finish(reads: Iterable[Future[None]]) -> None:
 
 
 def when_all_done(parts: Sequence[Future[Any]], call: Callable[[Future[Any]], object]) -> None:
-    """Call with the last of these futures once all are done, in the thread that has done it."""
-    # a count is one step, also where several readers meet here
+    """Call with the last of these futures once all are done, in the thread that finished it."""
+    # counting is one atomic step, even if several readers meet here
     num_done = count(1)
 
     def one_done(part: Future[Any]) -> None:
@@ -86,7 +86,7 @@ def when_all_done(parts: Sequence[Future[Any]], call: Callable[[Future[Any]], ob
 
 
 def drop(reads: Iterable[Future[None]]) -> None:
-    """Return once no reader touches the slab any more, ignoring errors of dropped reads."""
+    """Return once no reader writes to the slab; errors of dropped reads are ignored."""
     for read in reads:
         if not read.cancel():
             read.exception()
@@ -118,9 +118,9 @@ _NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, 
 
 
 def allocate(num_bytes: int, *, is_inherited: bool = True) -> np.ndarray:
-    """Return a page-aligned buffer that goes back to the system with the last view of it.
+    """Return a page-aligned buffer that is unmapped with its last view.
 
-    Children of a fork have it too if it `is_inherited`.
+    Children of a fork share it if it `is_inherited`.
     """
     if num_bytes == 0:
         return np.empty(0, np.uint8)
@@ -135,8 +135,7 @@ def allocate(num_bytes: int, *, is_inherited: bool = True) -> np.ndarray:
 class DiskReader(ByteSource):
     """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT.
 
-    `watcher` looks at what is read. Raises `ReadError` where files no longer have the `stamps` that
-    are given.
+    `watcher` looks at what is read. Raises `ReadError` for files without the given `stamps`.
     """
 
     def __init__(
@@ -183,12 +182,12 @@ class DiskReader(ByteSource):
             obstacle = "weights are read by threads, which a forked process does not have"
             raise ReadError(f"{obstacle}: load the model in the process that uses it")
         for piece in layout.pieces:
-            # bytes that are not read would stay as they are, unnoticed
+            # bytes that are not read would keep old content, unnoticed
             if piece.hi > self._stamps[piece.shard].num_bytes:
                 name = self.paths[piece.shard].name
                 raise ReadError(f"{name} ends before byte {piece.hi}: it was cut short")
         if layout.is_direct:
-            # whole blocks around each run: the slab mirrors the file, so both stay block-aligned
+            # whole blocks around each run: slab and file stay aligned to each other
             blocks = (
                 SlabRead(shard, _down(lo), rounded_up(hi, BLOCK_BYTES), _down(slab_lo))
                 for shard, lo, hi, slab_lo in layout.pieces
@@ -232,13 +231,13 @@ class DiskReader(ByteSource):
 
     def _bounce_buffer(self) -> np.ndarray:
         if not hasattr(self._bounce, "buffer"):
-            # one huge page: a disk reads into small ones half as fast
+            # one huge page: reading into small pages is half as fast
             self._bounce.buffer = allocate(REQUEST_BYTES)
         return self._bounce.buffer
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Count the time of one request, unless another's counts already."""
+        """Time one request, unless another request is being timed already."""
         with self._count:
             if not self._num_reading:
                 self._reading_since = time.perf_counter()
@@ -252,7 +251,7 @@ class DiskReader(ByteSource):
                     self._reading_s += time.perf_counter() - self._reading_since
 
     def _fill(self, request: SlabRead, view: memoryview) -> None:
-        """Read [lo, hi) of a shard, or to its end. Raises `ReadError`, also where it changed."""
+        """Read [lo, hi) of a shard, or to its end. Raises `ReadError`, also if it changed."""
         fd = self._files[request.shard]
         stamp = self._stamps[request.shard]
         wanted = min(request.hi, stamp.num_bytes) - request.lo
@@ -271,7 +270,7 @@ class DiskReader(ByteSource):
             self.bytes_read += wanted
 
     def _read_whole(self, request: SlabRead, view: memoryview, wanted: int) -> None:
-        """Read at least `wanted` bytes, of a view of whole blocks. Raises `ReadError`."""
+        """Read at least `wanted` bytes into a view of whole blocks. Raises `ReadError`."""
         name = self.paths[request.shard].name
         done = 0
         while done < wanted:
@@ -285,7 +284,7 @@ class DiskReader(ByteSource):
             done += count
 
     def _read_some(self, fd: int, view: memoryview, at: int) -> int:
-        """Read with `preadv`, through a buffer where a disk cannot write into a driver's memory."""
+        """Read with `preadv`, through a buffer if a disk cannot write to a driver's memory."""
         try:
             return os.preadv(fd, [view], at)
         except OSError as error:
@@ -317,7 +316,7 @@ class _Throttle:
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
     """Return descriptors of all shards, and whether all have O_DIRECT.
 
-    Raises `ReadError`, and `UserError` where too many files would be open.
+    Raises `ReadError`, and `UserError` if too many files would be open.
     """
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
@@ -356,7 +355,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _scattered_requests(pieces: Sequence[SlabRead]) -> Iterator[list[SlabRead]]:
-    """Yield neighbouring pieces together, while the blocks around them fit into one request."""
+    """Yield neighbouring pieces together, as long as the blocks around them fit into one request."""
     batch: list[SlabRead] = []
     most_bytes = REQUEST_BYTES - BLOCK_BYTES
     for piece in _cut(pieces, most_bytes):

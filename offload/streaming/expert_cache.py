@@ -1,35 +1,35 @@
-"""Which expert lies in which slot of a pool, and which gives way: bookkeeping alone, no bytes.
+"""Which expert is in which slot of a pool, and which is evicted: bookkeeping only, no bytes.
 
-Kept are the blocks that are likely to be used most, over all layers together. Routing has habits of
-a few tokens and of a whole text, some texts and models more of this and some more of that; so there
-are two moving averages of the rows that used a block, and how much each tells of the next pass is
-learnt by least squares from the passes so far. A block that is less likely than all that are kept
-is read, used and dropped: the slot that it borrows is *passing*, and at most `num_passing` are at
-once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where
-dropping what was used longest ago would keep nothing at all. Figures are in `bench/LOG.md`.
+The pool keeps the blocks that are likely to be used most, over all layers together. Routing has
+habits of a few tokens and of a whole text, and models differ in their shares. So two moving
+averages count the rows that used a block, and their weights for predicting the next pass are learnt
+by least squares. A block that is less likely than all kept ones is read, used and dropped: the slot
+that it borrows is *passing*, and at most `num_passing` are at any time. So a pass that needs more
+blocks than there are slots (a prompt) evicts none of the kept ones, whereas evicting the least
+recently used would keep nothing at all. Figures are in `bench/LOG.md`.
 
-Invariants: what is lent never gives way; a block lies in one slot, or in none; a slot holds one
-block, or is empty. Blocks are numbered in the order in which a pass comes to them.
+Invariants: a lent block is never evicted; a block is in one slot, or in none; a slot holds one
+block, or is empty. Blocks are numbered in the order in which a pass reaches them.
 """
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 HALF_LIVES_TOKENS = (4.0, 32.0)
-# share of what earlier passes have taught that is left after one more
+# share of earlier passes' sums that is left after one more
 _LEARNING = 0.98
-# squared uses that speak for both averages alike: less than one pass of any mixture has
+# squared uses that favour both averages alike: less than one pass of any mixture has
 _PRIOR = 1.0
-# Of two popular blocks, one that the pass has still to come to is needed sooner.
+# Of two popular blocks, one that the pass has not reached yet is needed sooner.
 _AHEAD = 1.15
-# a pass of n rows ages what was before by n^0.2 tokens: most rows of a tree are rejected
+# a pass of n rows ages earlier uses by n^0.2 tokens: most rows of a tree are rejected
 _TREE_EXPONENT = 0.2
-# but at least by n/16 tokens: a prompt's rows are all text
+# but by at least n/16 tokens: a prompt's rows are all text
 _PROMPT_SHARE = 1 / 16
 
 
 def warm_order(uses_B: ArrayLike) -> np.ndarray:
-    """Return the blocks that were used, the most used first, as an empty pool reads them."""
+    """Return the blocks that were used, the most used first, the order in which to fill a pool."""
     uses = np.asarray(uses_B)
     return np.argsort(-uses, kind="stable")[: np.count_nonzero(uses)]
 
@@ -39,14 +39,13 @@ class ExpertCache:
 
     Args:
         num_slots: at least 2: one computes while the next one is read.
-        uses_B: a warm start: uses by block for each token, such as counts of an earlier run over
-            its number of tokens.
-        num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2
-            and at most half of all: this many of those are read ahead.
+        uses_B: expected uses of each block for a token, such as an earlier run's counts over its
+            tokens.
+        num_passing: most slots lent at once to blocks that shall not stay, from 2 to half of all;
+            as many are read ahead.
 
     Attributes:
-        uses_B: the share of rows that is expected to use each block, by what rows did lately; read
-            only.
+        uses_B: the share of rows expected to use each block, by recent rows; read only.
     """
 
     def __init__(
@@ -66,21 +65,21 @@ class ExpertCache:
         self._before_2B = np.zeros_like(self._averages_2B)
         # the share of this pass's rows that uses each block
         self._shares_B = np.zeros(num_blocks)
-        # least squares: how well the averages have foretold passes
+        # least squares: sums on how well the averages have predicted passes
         self._squares_22 = np.zeros((2, 2))
         self._products_2 = np.zeros(2)
         self._slot_of_B = np.full(num_blocks, -1)
         self._block_in_S = np.full(num_slots, -1)
         self._num_lent_S = np.zeros(num_slots, dtype=np.int64)
-        # worth of the block in each slot; infinite where it may not give way
+        # worth of the block in each slot; infinite if it must not be evicted
         self._worth_S = np.full(num_slots, np.inf)
         self._empty = list(range(num_slots - 1, -1, -1))
-        # slots that are lent to blocks that shall not stay
+        # slots lent to blocks that shall not stay
         self._passing = set[int]()
         self.begin_pass()
 
     def begin_pass(self, num_rows: int = 1) -> None:
-        """Begin a pass of `num_rows`: what was used before counts for less."""
+        """Begin a pass of `num_rows`: earlier uses count for less."""
         self._learn()
         age_tokens = max(num_rows**_TREE_EXPONENT, num_rows * _PROMPT_SHARE)
         kept_2 = 2.0 ** (-age_tokens / np.array(HALF_LIVES_TOKENS))
@@ -91,7 +90,7 @@ class ExpertCache:
         self._go_to(-1)
 
     def use(self, blocks: ArrayLike, num_rows: ArrayLike = 1) -> None:
-        """Count that the pass needs these blocks, there or not, each of which is named once."""
+        """Count that the pass needs these blocks, cached or not, each named once."""
         chosen = np.asarray(blocks, dtype=np.intp)
         shares = np.asarray(num_rows) / self._num_rows
         self._shares_B[chosen] += shares
@@ -100,8 +99,8 @@ class ExpertCache:
         self._go_to(int(chosen.max(initial=-1)))
 
     def _learn(self) -> None:
-        """Learn from the pass that has ended how well the averages before it foretold it."""
-        # no product of a BLAS: its threads would disturb those that compute
+        """Learn from the finished pass how well the averages before it predicted it."""
+        # without BLAS, whose threads would disturb those that compute
         before_2B = self._before_2B
         squares_22 = np.einsum("ib,jb->ij", before_2B, before_2B)
         products_2 = np.einsum("ib,b->i", before_2B, self._shares_B)
@@ -119,16 +118,16 @@ class ExpertCache:
         return quick * averages_2B[0] + slow * averages_2B[1]
 
     def _go_to(self, block: int) -> None:
-        """Note that the pass has come as far as this block, and that uses have changed."""
+        """Note that the pass has reached this block, and that uses have changed."""
         self._last = block
         idle = np.flatnonzero(self._worth_S < np.inf)
         blocks = self._block_in_S[idle]
         self._worth_S[idle] = self.uses_B[blocks] * np.where(blocks > block, _AHEAD, 1.0)
 
     def lend(self, block: int) -> int | None:
-        """Return the slot of a block, None where it is not there.
+        """Return the slot of a block, None if it is not in the pool.
 
-        The block stays in the slot until `release` was called as often as this.
+        The block stays in its slot until `release` was called as often as this.
         """
         slot = int(self._slot_of_B[block])
         if slot < 0:
@@ -138,9 +137,9 @@ class ExpertCache:
         return slot
 
     def make_room(self, block: int) -> int | None:
-        """Return a slot for a block that is not there, lent from now on.
+        """Return a slot for a block that is not in the pool, lent from now on.
 
-        None where nothing may give way before something is released; never where nothing is lent.
+        None if nothing can be evicted before a release; never if nothing is lent.
         """
         assert self._slot_of_B[block] < 0, f"block {block} is there already"
         slot = self._empty.pop() if self._empty else self._take(block)
@@ -152,7 +151,7 @@ class ExpertCache:
         return slot
 
     def release(self, block: int) -> None:
-        """Take back what was lent once; what is no longer lent stays until it gives way."""
+        """Return one loan; a block that is no longer lent stays until it is evicted."""
         slot = int(self._slot_of_B[block])
         assert slot >= 0 and self._num_lent_S[slot] > 0, f"block {block} is not lent"
         self._num_lent_S[slot] -= 1
@@ -171,18 +170,18 @@ class ExpertCache:
             self._empty.append(slot)
 
     def emptied(self) -> "ExpertCache":
-        """Return the same slots with nothing in them, and what has been learnt of uses."""
+        """Return a cache with the same slots, all empty, which keeps what was learnt of uses."""
         num_blocks = len(self._slot_of_B)
         num_slots = len(self._block_in_S)
         return ExpertCache(num_blocks, num_slots, uses_B=self.uses_B, num_passing=self.num_passing)
 
     def missing_share(self, num_rows: int) -> float:
-        """Return the share of missing blocks that a pass of `num_rows` is expected to need."""
+        """Return the expected share of missing blocks in a pass of `num_rows`."""
         missing = np.minimum(self.uses_B[self._slot_of_B < 0], 1.0)
         return float(np.mean(1 - (1 - missing) ** num_rows)) if len(missing) else 0.0
 
     def _take(self, block: int) -> int | None:
-        """Return the slot whose block is needed least, if that one may give way to `block`."""
+        """Return the slot whose block is least needed, if `block` may replace it."""
         slot = int(self._worth_S.argmin())
         if self._worth_S[slot] == np.inf:
             return None

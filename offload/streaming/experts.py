@@ -1,16 +1,15 @@
 """The routed experts of all layers in one pool of slots, where the most used stay.
 
-A pass names the experts of a layer when its router has chosen. Those that are there are handed out
-first, while the others are read, several at once. A pass of many rows needs nearly all of them, so
-experts of the coming layers are read *ahead*, in their order, and those that no row chose give
-their slots back.
+A pass names a layer's experts once its router has chosen. Those in the pool are handed out first,
+while the others are read, several at once. A pass of many rows needs nearly all of them, so experts
+of the coming layers are read *ahead*, in order, and those that no row chose give their slots back.
 
-Which block lies in which slot, `ExpertCache` says, and a carrier moves what is missing:
-from a disk where a CPU computes, by way of a second pool in host memory to a device, where
-everything is only enqueued.
+`ExpertCache` decides which block lies in which slot, and a carrier moves missing ones: from a disk
+if a CPU computes; through a second pool in host memory to a device, where everything is only
+enqueued.
 
-Invariant: a slot is written to only when its block is not lent, after the event behind its last
-use; behind a pass that was not finished, for any reason, the pool is empty.
+Invariant: a slot is only written while its block is not lent, and after the event of its last use.
+After a pass that did not finish, for any reason, the pool is empty.
 """
 
 from collections import deque
@@ -33,7 +32,7 @@ from offload.streaming.expert_cache import ExpertCache, warm_order
 from offload.streaming.expert_carrier import DeviceExpertCarrier
 from offload.streaming.slot_cycle import arrived, carried
 
-# rows after which it is known how experts are used
+# rows after which the usual use of experts is known
 _KNOWN_ROWS = 64
 # reading ahead pays if at least this share of it is expected to be needed
 _LEAST_SHARE = 0.4
@@ -45,7 +44,7 @@ class _Arrival(NamedTuple):
     """An expert on its way into a slot."""
 
     parts: Sequence[Future[Any]]
-    # not empty once all parts are over, which is asked often: a future's lock would be taken for it
+    # not empty once all parts have arrived, which is asked often: a future would take its lock
     landed: list[bool]
 
 
@@ -62,7 +61,7 @@ class ExpertPool:
     Attributes:
         uses_LE: how often rows have chosen each expert, since the pool was opened.
         num_rows: how many rows these were.
-        num_hits, num_misses: experts that passes have asked for and that were there, or not.
+        num_hits, num_misses: requested experts that were in the pool, or were not.
         bytes_read: bytes moved for passes, from disk or host memory.
     """
 
@@ -87,17 +86,17 @@ class ExpertPool:
         self._num_experts = len(records[0])
         self.uses_LE = np.zeros((len(records), self._num_experts), np.int64)
         self.num_rows = self.num_hits = self.num_misses = self.bytes_read = 0
-        # tests fill slots with NaN before anything else comes into them
+        # tests fill slots with NaN before anything is read into them
         self.poison_released = False
         # by slot
         self._arriving: dict[int, _Arrival] = {}
-        # slots lie in memory that was in use before
+        # slots lie in memory that other work used before
         self._opened = self._device.mark(self._device.compute)
         # by slot
         self._free: dict[int, Event] = {}
         # blocks to read ahead
         self._schedule = deque[int]()
-        # blocks that were read ahead and are lent, in this order
+        # blocks that were read ahead and are lent, in order
         self._guessed = dict[int, None]()
 
     @property
@@ -159,7 +158,7 @@ class ExpertPool:
     def warm(
         self, uses_B: Sequence[float], num_kept: int, on_bytes: Callable[[int, int], None]
     ) -> None:
-        """Read the most used blocks before the first pass, as far as there is room.
+        """Read the most used blocks before the first pass, as many as have room.
 
         `on_bytes` is called with the bytes that have come, and all of them. Raises `ReadError`.
         """
@@ -190,7 +189,7 @@ class ExpertPool:
         self.carrier.close()
 
     def _ask(self, wanted: deque[int], slots: dict[int, int], queue: deque[int]) -> None:
-        """Start reading what is missing, as far as there are slots, then what may come next."""
+        """Start reading missing experts, as many as have slots, then those that may come next."""
         while wanted:
             slot = self._cache.make_room(wanted[0])
             if slot is None and not queue and self._guessed:
@@ -217,14 +216,14 @@ class ExpertPool:
             self._schedule.popleft()
 
     def _is_for_all(self, num_rows: int) -> bool:
-        """Return True if a pass needs so much of what is missing that all is worth reading."""
+        """Return True if a pass is likely to need so much of what is missing that all is read."""
         if num_rows < self.ahead_rows:
             return False
         is_known = self.num_rows >= _KNOWN_ROWS
         return not is_known or self._cache.missing_share(num_rows) >= _LEAST_SHARE
 
     def _empty(self) -> None:
-        """Forget all that is there, on its way or lent: a stopped pass leaves it half done."""
+        """Empty the pool: a stopped pass leaves it half done."""
         self._schedule.clear()
         self._guessed.clear()
         for slot in list(self._arriving):
@@ -243,10 +242,10 @@ class ExpertPool:
         """Move a block into its slot, once nothing else is on its way there."""
         self._drop(slot)
         if self.poison_released:
-            # Behind the copy of a guess that was given up, which may still be under way.
+            # After the copy of an abandoned guess, which may still be running.
             self._device.wait(self._device.copies, self._free.get(slot, self._opened))
             self._device.fill(self._slots[slot], POISON, self._device.copies)
-        # a transfer that is not noted would write over what comes into the slot later
+        # an unrecorded transfer would overwrite later content of the slot
         with held_back():
             free = self._free.get(slot, self._opened)
             parts = carried(self._carry, block, self._slots[slot], free)
@@ -264,7 +263,7 @@ class ExpertPool:
         return slot not in self._arriving or bool(self._arriving[slot].landed)
 
     def _arrived(self, block: int, slot: int) -> Tensor:
-        """Return the slab, once it is there for what is enqueued from now on."""
+        """Return the slab, for work enqueued from now on, once it has arrived."""
         if slot in self._arriving:
             device = self._device
             before = device.mark(device.compute, is_timed=True)
@@ -288,8 +287,8 @@ def open_pool(
 ) -> ExpertPool:
     """Open an empty pool of `num_slots` where `device` computes; `resources` closes it.
 
-    `uses_B` is how often rows are expected to use each block, where that is known. `num_host_slots`
-    are those of the second pool, by way of which a device gets its experts.
+    `uses_B` is the expected use of each block, if known. `num_host_slots` are the slots of the
+    second pool, through which a device gets its experts.
     """
     flat = [record for layer in records for record in layer]
     slot_bytes = max(record.slab_bytes for record in flat)

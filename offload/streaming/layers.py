@@ -1,11 +1,11 @@
 """The layers of a model in the order of a weight pass: some stay, others pass through a few slots.
 
-This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent:
-`acquire` lets what computes wait until a layer is there, `release` says that all of its use has
-been enqueued.
+This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent.
+`acquire` makes the compute stream wait until a layer has arrived; `release` says that all of its
+use has been enqueued.
 
 Invariant: nothing is overwritten before the event after which it is no longer read, nor read before
-the event after which it is there; and the host waits nowhere but where a disk has not delivered.
+the event after which it has arrived. The host only waits where a disk has not delivered.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,10 +39,10 @@ class LayerStream:
         self.cycle = SlotCycle(carrier.carry, carrier.streamed, slots)
         # tests fill slots with NaN as soon as they are free
         self.poison_released = False
-        # bytes of layers that were handed out and do not stay
+        # bytes of handed-out layers that do not stay
         self.bytes_read = 0
         self._stall = Stall(self._device)
-        # the event after which the layer acquired last could be used
+        # the event after which the last acquired layer could be used
         self._arrived: Event = None
 
     @property
@@ -52,28 +52,28 @@ class LayerStream:
 
     @property
     def reading_s(self) -> float:
-        """Return the seconds in which the disk was read, where the disk is the link; else 0."""
+        """Return the seconds of disk reading if the disk is the link; else 0."""
         return 0.0 if self._device.has_own_memory else self.carrier.source.reading_s
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Read what stays, in any tier, then start the cycle. Raises `ReadError`."""
+        """Read all layers that stay, in any tier, then start the cycle. Raises `ReadError`."""
         self.carrier.load(on_bytes)
         self._start()
 
     def begin_sweep(self) -> None:
-        """Make the first layer the next to come; a pass that was cut short left others queued."""
+        """Make the first layer the next to come; an interrupted pass left others queued."""
         if not self.cycle.is_at_start:
             self.stop()
             self._start()
 
     def begin_prompt(self) -> None:
-        """Make the layers that a prompt passes once the next to arrive; those of a pass follow."""
+        """Next bring the layers that a prompt passes once, then those of a pass."""
         if self.carrier.once:
             self.stop()
             self._start(self.carrier.once)
 
     def acquire(self, layer: int) -> Tensor:
-        """Return the weights of `layer`, first one first, for what is enqueued until its release.
+        """Return the weights of `layer`, in order, for work enqueued before its release.
 
         Raises `ReadError`.
         """
@@ -91,7 +91,7 @@ class LayerStream:
         return self.carrier.weights(layer, slot)
 
     def release(self, layer: int) -> None:
-        """Note that everything that reads the weights of `layer` has been enqueued."""
+        """Note that all work that reads the weights of `layer` has been enqueued."""
         device = self._device
         self._spans.add("compute", layer, self._arrived, self._spans.mark(device.compute))
         slot = self.cycle.lent.get(layer)
@@ -102,13 +102,13 @@ class LayerStream:
         self.cycle.release(layer, device.mark(device.compute))
 
     def stop(self) -> None:
-        """Forget what is on its way; on return nothing moves any more."""
+        """Cancel what is on its way; on return nothing moves."""
         self.cycle.cancel()
         self.carrier.stop()
         self.cycle.stop()
 
     def close(self) -> None:
-        """Stop, and let go of the memory."""
+        """Stop, and free the memory."""
         self.stop()
         self.cycle.slots.clear()
         self.carrier.close()
@@ -126,7 +126,7 @@ def open_layers(
     device: Device,
     resources: ExitStack,
 ) -> LayerStream:
-    """Return layers placed by the plan, nothing of which is read yet; `resources` closes them."""
+    """Return layers placed by the plan, none of them read yet; `resources` closes them."""
     sizes = [layout.slab_bytes for layout in layouts]
     of_encoder = sizes[len(plan.layer_bytes) :]
     has_room = sum(of_encoder) <= plan.encoder_bytes or max(of_encoder) <= plan.layer_slot_bytes
@@ -138,7 +138,7 @@ def open_layers(
         carrier = Carrier(source, layouts, stays, device, encoder)
     else:
         if device.torch_device.type == "cuda":
-            # slots will not fit into what measuring has left behind
+            # slots will not fit into memory that trials have left
             torch.cuda.empty_cache()
         pinned = device.open_allocator()
         resources.callback(pinned.close)

@@ -1,13 +1,13 @@
 """Host memory that a device can copy from by itself: page-locked, in buffers of exact size.
 
 Caching allocators round up, by a quarter for a layer of a 70B model; so memory comes from the
-driver. There are three ways, of which the first that works is taken: pages of ours, touched by many
+driver. There are three methods; the first that works is used: pages of ours, touched by many
 threads and registered with the driver; cupy's `PinnedMemory`, whose pages the driver makes one
-after the other (measured: 2 GB/s beside 16, and copies at the same rate); plain pages, which reach
-the device through a small locked bounce buffer. A way that has refused a size is asked again only
-for much smaller ones. Memory is touched by processors that lie next to the device, so that it lies
-there too: with several sockets, copies from the far one run at half the speed or less. Where
-nothing is known of the sockets nothing is done.
+after the other (measured: 2 GB/s instead of 16, and copies at the same rate); plain pages, which
+reach the device through a small locked bounce buffer. A method that refused a size is only tried
+again for much smaller ones. Processors next to the device touch the memory first, so that it lies
+there: with several sockets, copies from the far one run at half the speed or less. If the sockets
+are unknown, this is left out.
 
 Invariant: a buffer says whether it is locked.
 """
@@ -39,17 +39,17 @@ _NUM_THREADS = 8
 
 
 class RefusedError(Exception):
-    """This way of locking pages is not open here; the message says why."""
+    """This way of locking pages is not available here; the message says why."""
 
 
 class HostBuffer(NamedTuple):
-    """Host memory of the size asked for."""
+    """Host memory of exact size."""
 
     # flat uint8, page-aligned
     array: np.ndarray
-    # whether a device may copy from it while the host goes on
+    # whether a device may copy from it asynchronously
     is_pinned: bool
-    # whether the device's kernels may read it, by the host's own address
+    # whether the device's kernels may read it, by the host's address
     is_seen: bool = False
 
     @property
@@ -75,7 +75,7 @@ class PinningMethod:
         return allocate(num_bytes)
 
     def free(self, array: np.ndarray) -> None:
-        """Unlock what this way allocated, unless its last view does so; nothing copies from it."""
+        """Unlock an allocation, unless its last view does so; nothing copies from it."""
 
 
 class CupyPinning(PinningMethod):
@@ -93,7 +93,7 @@ class CupyPinning(PinningMethod):
         try:
             self._cupy = import_cupy()
             major = int(self._cupy.cuda.runtime.runtimeGetVersion()) // 1000
-        # a package for the wrong driver fails in its own ways
+        # a package for another driver fails in its own ways
         except Exception as error:
             raise RefusedError(f"cupy: {reason(error)}") from error
         if cuda_version and major != int(cuda_version.partition(".")[0]):
@@ -113,7 +113,7 @@ class CupyPinning(PinningMethod):
             raise RefusedError(f"cupy: {reason(error)}") from error
         pointer = self._cupy.cuda.PinnedMemoryPointer(memory, 0)
         array = np.frombuffer(pointer, np.uint8, count=num_bytes)
-        # small pieces may be cut from larger ones, and O_DIRECT wants whole pages
+        # small allocations may be cut from larger ones, but O_DIRECT needs whole pages
         if array.ctypes.data % _PAGE_BYTES:
             raise RefusedError(f"cupy: {format_bytes(num_bytes)} do not begin with a page")
         return array
@@ -131,19 +131,19 @@ class RegisteredPinning(PinningMethod):
 
     # has `cudaHostRegister(address, size, flags)`, 0 for success, and `cudaHostUnregister(address)`
     _runtime: Any
-    # clears what a refused call leaves behind, which torch would report at its next kernel
+    # clears the error of a refused call, which torch would report at its next kernel
     _forget_error: Callable[[], None]
-    # makes pages real before the driver has to, one after the other
+    # makes pages real before the driver would, one after the other
     _touch: Callable[[np.ndarray], None] = lambda _: None
     _: KW_ONLY
-    # what the device says of such memory; see `PinningMethod`
+    # the device's properties of such memory; see `PinningMethod`
     is_seen: bool = False
     name = "registered"
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Return anonymous pages: a mapped file must never be locked.
 
-        A child of a fork gets none of them: the system would copy each, since a device reads it.
+        A forked child gets none of them: the system would copy each, since a device reads it.
         """
         array = allocate(num_bytes, is_inherited=False)
         self._touch(array)
