@@ -111,8 +111,6 @@ class Stats:
     tree_num_nodes: int = 1
     tree_depth: int = 0
     is_tree_dynamic: bool = False  # if so, size and depth are bounds
-    # with `chain:auto`: the number of guesses before each sweep
-    chain_lengths: list[int] = field(default_factory=list)
     # new tokens of each sweep after the prompt's
     accepted_per_sweep: list[int] = field(default_factory=list)
     # chance that a node's first guess is accepted
@@ -137,7 +135,6 @@ class Stats:
         self.num_first_tokens = num_first_tokens
         self.ttft_s = ttft_s
         self.num_sweeps = self.bytes_streamed = self.expert_hits = self.expert_misses = 0
-        self.chain_lengths = []
         self.draft_s = self.sweep_s = self.verify_s = self.stall_s = 0.0
 
     def add_step(
@@ -189,9 +186,8 @@ class Stats:
         figures: dict[str, object] = {name: getattr(self, name) for name in _TOLD}
         figures["alpha"] = self.alpha and self.alpha.as_dict()
         figures["first_guess"] = self.first_guess.as_dict()
-        for name in ("chain_lengths", "runs"):
-            if known := getattr(self, name):
-                figures[name] = known
+        if self.runs:
+            figures["runs"] = self.runs
         if self.expert_hit_rate is not None:
             figures["expert_hits"] = self.expert_hits
             figures["expert_misses"] = self.expert_misses

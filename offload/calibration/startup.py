@@ -6,7 +6,6 @@ is tried for a second: enough to tell a tree of 32 nodes from one of 512. Reader
 processor are not in these figures: `offload tune`, the full calibration, has them.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,8 +21,8 @@ from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_graphs
 from offload.model.norms import set_norm_kernel
 from offload.model.tree_model import TreeModel
-from offload.planning.cost_model import NOTHING, Costs
-from offload.planning.selector import RunSettings, TreeSelector
+from offload.planning.cost_model import NOTHING, Costs, Traffic
+from offload.planning.knowledge import Knowledge, RunSettings
 from offload.rules import drafting_of
 from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
@@ -37,7 +36,7 @@ _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
 def calibrate(
-    trees: TreeSelector,
+    known: Knowledge,
     target: TreeModel,
     draft: TreeModel | None,
     fetch: Callable[[SlabLayout], np.ndarray],
@@ -45,49 +44,43 @@ def calibrate(
     *,
     threads: ThreadPolicy,
     choice: KernelChoice,
-    link: Callable[[int], float],
-) -> None:
-    """Find out what an automatic choice needs to know, and tell `trees`.
+    traffic_of: Callable[[int], Traffic | None],
+) -> Knowledge:
+    """Return `known` with the costs of a step: those of its profile, else as tried for a second.
 
     Args:
+        known: with a profile, if there is one, and the link.
         target: embeddings and head are bound, no layer is bound yet.
         fetch: reads the slab of a layer.
-        link: measures the bytes per second that layers arrive with, where some do with the largest
-            trees, whose nodes it takes.
+        traffic_of: what a sweep moves with trees of a number of nodes; None where they do not fit.
     """
-    profile, _ = trees.find(settings.sampling, settings.rule)
-    trees.num_threads = threads.most
-    # a larger tree than usual may leave layers no room
-    most_nodes = trees.most_nodes
-    traffic = trees.traffic_of(most_nodes)
-    is_streamed = traffic is not None and traffic.is_streamed
-    trees.link_bytes_per_s = link(most_nodes) if is_streamed else math.inf
-    if profile is None or profile.num_threads != threads.most:
-        torch.set_num_threads(threads.start.sweep.num_threads)
-        wanted = SWEEP_SIZES if target.torch_device.type == "cpu" else DEVICE_SIZES
-        sizes = [
-            size for size in wanted if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None
-        ]
-        slab = fetch(target.layer_layouts[target.typical_layer])
-        draft_step_s = NOTHING
-        compute_s = sweep_curve(target, slab, sizes)
-        if draft is not None:
-            num_slots = 2 * MAX_TIMED_NODES
-            drafter = open_drafter(draft, target.vocab_size, num_slots, choice.kernels)
-            drawing = (drafting_of(settings.rule), choice.kernels)
-            sampler = Sampler(settings.sampling, target.vocab_size, *drawing)
-            torch.set_num_threads(threads.start.draft.num_threads)
-            # a start would end it
-            prompt = [int(0 in draft.start_ids)] * _PROMPT_TOKENS + list(draft.start_ids)
-            draft_step_s = draft_curve(drafter, sampler, prompt, drafter.new_state())
-        trees.costs = Costs(
-            compute_s=compute_s,
-            draft_step_s=draft_step_s,
-            verify_s=0.0,
-            link_bytes_per_s=trees.link_bytes_per_s,
-        )
-    else:
-        trees.costs = replace(profile.costs, link_bytes_per_s=trees.link_bytes_per_s)
+    known = replace(known, num_threads=threads.most)
+    if known.profile is not None and known.profile.num_threads == threads.most:
+        return known
+    torch.set_num_threads(threads.start.sweep.num_threads)
+    wanted = SWEEP_SIZES if target.torch_device.type == "cpu" else DEVICE_SIZES
+    sizes = [size for size in wanted if size <= MAX_TIMED_NODES or traffic_of(size) is not None]
+    slab = fetch(target.layer_layouts[target.typical_layer])
+    draft_step_s = NOTHING
+    compute_s = sweep_curve(target, slab, sizes)
+    if draft is not None:
+        num_slots = 2 * MAX_TIMED_NODES
+        drafter = open_drafter(draft, target.vocab_size, num_slots, choice.kernels)
+        drawing = (drafting_of(settings.rule), choice.kernels)
+        sampler = Sampler(settings.sampling, target.vocab_size, *drawing)
+        torch.set_num_threads(threads.start.draft.num_threads)
+        # a start would end it
+        prompt = [int(0 in draft.start_ids)] * _PROMPT_TOKENS + list(draft.start_ids)
+        draft_step_s = draft_curve(drafter, sampler, prompt, drafter.new_state())
+    rate = known.link.bytes_per_s
+    assert rate is not None, "it was measured"
+    tried = Costs(
+        compute_s=compute_s,
+        draft_step_s=draft_step_s,
+        verify_s=0.0,
+        link_bytes_per_s=rate,
+    )
+    return replace(known, tried=tried)
 
 
 def pick_kernels(

@@ -12,6 +12,7 @@ from offload.memory.tiers import LayerTier
 from offload.packing.forecast import PackingForecast
 from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
+from offload.planning.knowledge import Provenance
 from offload.reports.drafts import DraftCandidate
 from offload.reports.estimate import Estimate
 from offload.units import format_bytes
@@ -42,7 +43,9 @@ def answer_lines(
     if plan.is_streamed:
         rows.append(("a pass", _sweep_words(answer)))
     if answer.prompt:
-        rows.append(("prompt", _prompt_words(answer.prompt, is_least=answer.is_lower_bound)))
+        rows.append(
+            ("prompt", _prompt_words(answer.prompt, is_least=not answer.computing.is_whole))
+        )
     if len(answer.predictions) > 1:
         rows.append(("tokens", _tokens_words(answer, is_verbose=is_verbose)))
     if answer.packing and plan.is_streamed:
@@ -73,7 +76,7 @@ def _drafts_rows(drafts: Sequence[DraftCandidate]) -> list[tuple[str, str]]:
 
 def _headline(answer: Estimate) -> str:
     """Return the sentence on seconds per token, with and without a draft where both are known."""
-    if answer.is_lower_bound and not answer.plan.is_streamed:
+    if not answer.computing.is_whole and not answer.plan.is_streamed:
         where = _where(answer.plan)
         return f"It runs, and all of it stays {where}: computing alone decides how fast."
     if not answer.predictions:
@@ -88,7 +91,7 @@ def _headline(answer: Estimate) -> str:
         other = f" ({_seconds_span(wanted)} with it)"
     elif wanted is not plain:
         other = f" ({_seconds_span(plain)} without a draft)"
-    least = "at least " if answer.is_lower_bound else ""
+    least = "" if answer.computing.is_whole else "at least "
     texts = f" over {answer.plan.parallel} texts" if answer.plan.parallel > 1 else ""
     return f"It runs: {least}{_seconds_span(best)} seconds per token{texts}{alone}{other}."
 
@@ -136,12 +139,12 @@ def _machine_words(answer: Estimate, is_decimal: bool) -> str:
     parts.append(f"{size(plan.ram_bytes)} of memory")
     if hardware and hardware.gpu_bytes:
         parts.append(f"{_gb(hardware.feed_bytes_per_s)}/s to the GPU")
-    disk = None if plan.gpu_bytes else answer.link_bytes_per_s
+    disk = None if plan.gpu_bytes else answer.link.bytes_per_s
     if hardware:
         disk = hardware.disk_bytes_per_s
     if disk:
         parts.append(
-            f"a disk of {_gb(disk)}/s{', measured just now' if answer.is_measured else ''}"
+            f"a disk of {_gb(disk)}/s{', measured just now' if answer.link.source is Provenance.MEASURED else ''}"
         )
     if hardware is None:
         return ", ".join(parts)
@@ -187,8 +190,10 @@ def _sweep_words(answer: Estimate) -> str:
         return f"{words}: {seconds_words(answer.sweep_s)} s"
     limit = answer.predictions[-1].step.limit
     limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
-    decides = "computing is not counted" if answer.is_link_alone else _LIMITS[limit]
-    if answer.is_lower_bound and not answer.is_link_alone:
+    decides = (
+        "computing is not counted" if answer.computing is Provenance.UNKNOWN else _LIMITS[limit]
+    )
+    if answer.computing is Provenance.ASSUMED:
         decides += "; of computing only the products of weights count, as timed on this processor"
     return f"{words}: {seconds_words(answer.sweep_s)} s; {decides}"
 

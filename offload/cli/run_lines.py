@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from offload.calibration.trial import ComparisonOutcome, used
@@ -13,8 +12,8 @@ from offload.units import format_bytes, plural
 if TYPE_CHECKING:  # `offload --help` must not wait for what they import
     from offload.engine.decoder import Decoder
     from offload.memory.plan import MemoryPlan
+    from offload.planning.choice import TreeChoice
     from offload.planning.cost_model import Prediction
-    from offload.planning.selector import TreeChoice
 
 _CHOICES_SHOWN = 2
 
@@ -36,7 +35,7 @@ def opening_lines(
     notes = [note for note in decoder.notes if not note.startswith("`ram` ")]
     lines = [*notes, place_line(model, decoder.plan, is_decimal=is_decimal)]
     sources = str(decoder.sources)
-    if draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
+    if draft and choice and choice.shape.num_nodes > 1:
         # a common name for the folder of weights
         called = draft if draft == "draft" else f"draft {draft}"
         lines.append(f"{called}{sources and f' with {sources}'}, {_expectation(choice)}")
@@ -69,16 +68,16 @@ def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> st
 
 def _expectation(choice: "TreeChoice") -> str:
     """Return the tree and the speed to expect from it."""
-    from offload.trees.spec import label_of  # it imports numpy
+    from offload.planning.knowledge import Provenance  # it imports numpy
+    from offload.trees.spec import label_of
 
     speed = f"{choice.tokens_per_sweep:.1f} tokens a pass expected"
     if choice.candidates:
         speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
         # for a usual draft, and as if nothing else used the machine
-        speed = f"{speed} expected" if choice.is_measured else f"at best {speed}"
+        is_measured = choice.acceptance is Provenance.MEASURED
+        speed = f"{speed} expected" if is_measured else f"at best {speed}"
     tree = f"tree {label_of(choice.shape)}"
-    if choice.chains:
-        tree = f"chains, of {choice.shape.depth} at first"
     return f"{tree}, {speed}"
 
 
@@ -113,8 +112,6 @@ def kernel_line(outcomes: Sequence[ComparisonOutcome]) -> str:
 def choice_lines(choice: "TreeChoice") -> str:
     """Return which tree is used and why; a chosen one is compared with the next best."""
     tree = _tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)
-    if choice.chains is not None:
-        tree = f"chains of at most {choice.chains.max_length} guesses"
     first = f"{tree}: {choice.why}"
     return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
 
@@ -150,8 +147,6 @@ def closing_lines(
         return f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({runs})\n{memory}"
     tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
     speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens a pass"
-    if stats.chain_lengths:
-        tree = f"chains of {fmean(stats.chain_lengths):.1f} guesses"
     lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'pass')}, {tree})", memory]
     if stats.bytes_streamed:
         waited = f"{stats.stall_s / stats.sweep_s:.0%} of a pass is waiting for it"

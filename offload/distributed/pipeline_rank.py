@@ -13,13 +13,13 @@ from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.checkpoint.small_files import has_encoder
 from offload.distributed.agreement import broadcast_from_head, gather_values, try_together
 from offload.distributed.section import capacity_of
+from offload.distributed.shares import Load, RankCapacity, stage_layers
 from offload.distributed.transport import Transport
 from offload.engine.setup import Setup
 from offload.engine.tokenizer import Tokenizer, Vocabulary, check_vocabulary
 from offload.errors import UserError
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.sizes import PATH_SCRATCH_BYTES, RUNTIME_BYTES, draft_bytes, noise_bytes
-from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.rank_roles import MOST_ROWS, TIMED_ROWS, PipelineOptions, Roles
 
 _LEAST_UNCOMMITTED = 64

@@ -22,11 +22,11 @@ from offload.calibration.threads import thread_policy
 from offload.checkpoint.checkpoint import Checkpoint, compute_dtype_name
 from offload.checkpoint.cuts import Section
 from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.distributed.shares import RankCapacity
 from offload.engine.build import send_beside_layers
 from offload.engine.setup import Setup
 from offload.memory.plan import MemoryPlan
 from offload.model.tree_model import TreeModel
-from offload.planning.shares import RankCapacity
 from offload.streaming.layers import LayerStream, open_layers
 from offload.streaming.scan import WeightScan
 from offload.trees.spec import AUTO_NODES

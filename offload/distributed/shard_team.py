@@ -25,12 +25,12 @@ from offload.distributed.sharding import (
     share_layers,
 )
 from offload.distributed.shards import ShardedTarget, serve_shard
+from offload.distributed.shares import Load, RankCapacity, shard_fractions
 from offload.distributed.transport import Transport
 from offload.engine.setup import Setup
 from offload.engine.team import Team
 from offload.machine import rss_bytes
 from offload.memory.plan import MemoryPlan
-from offload.planning.shares import Load, RankCapacity, shard_fractions
 from offload.trees.spec import AUTO_NODES
 
 _Planned = tuple[int, int]  # nodes of a tree, and the context

@@ -30,7 +30,7 @@ from offload.engine.text_arguments import TextArguments
 from offload.engine.text_stream import TextStream
 from offload.engine.token_decoder import TokenDecoder
 from offload.errors import UserError, require
-from offload.planning.selector import TreeChoice
+from offload.planning.choice import TreeChoice
 from offload.rules import check_lenience
 from offload.sampling_options import Sampling
 from offload.trees.verification import Rule, find_rule
@@ -176,7 +176,7 @@ class Decoder(TokenDecoder):
             keeps=continues,
             grammar=request.grammar,
         )
-        sequence.follow(choice.chains, lambda num: self._tree_of(request, num).shape)
+        sequence.follow(lambda num: self._tree_of(request, num).shape)
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         sequence.num_logprobs = request.num_logprobs
         return Run(self, sequence, text, choice)

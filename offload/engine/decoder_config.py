@@ -13,11 +13,11 @@ from offload.checkpoint.generation_config import end_ids_of, stated_settings
 from offload.checkpoint.sizes import config_sizes
 from offload.drafting.lookup import NO_SOURCES, GuessSources
 from offload.engine.identities import Identities
+from offload.engine.run_trees import TreeSelector
 from offload.engine.setup import Setup
 from offload.engine.tokenizer import Tokenizer, tokenizer_end_ids
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
-from offload.planning.selector import TreeSelector
 from offload.sampling.grammar_mask import Grammars
 from offload.sampling.model_rules import ModelRules
 from offload.threads import ThreadPolicy

@@ -15,7 +15,7 @@ from offload.engine.text_stream import TextStream, plain_text
 from offload.engine.token_decoder import TokenDecoder
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
-from offload.planning.selector import TreeChoice
+from offload.planning.choice import TreeChoice
 from offload.sampling_options import Sampling
 from offload.stats import Stats
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from offload.calibration.invariance import prepare_invariance, settle_invariance
-from offload.calibration.startup import calibrate, pick_kernels
+from offload.calibration.startup import pick_kernels
 from offload.calibration.threads import thread_policy
 from offload.checkpoint.files import counter
 from offload.drafting.registry import proposer_of
@@ -26,9 +26,9 @@ from offload.engine.build import (
 from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig, PromptPlace
 from offload.engine.request import Request
+from offload.engine.run_trees import RunTrees
 from offload.engine.setup import Setup
 from offload.engine.team import LOADERS, Team
-from offload.planning.selector import RunSettings, TreeSelector
 from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import open_layers
 
@@ -46,11 +46,7 @@ def open_setup(setup: Setup, request: Request | None = None, transport: Any = No
 def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) -> Decoder:
     """Open the decoder of this process in a team; it takes over `resources`."""
     setup = team.local_setup(setup)
-    settings = setup.settings(request.sampling)
-    trees = setup.tree_selector(settings.sampling)
-    if team.exchange_s is not None:
-        trees.exchange_s = team.exchange_s
-    trees.check(*settings)
+    trees = RunTrees.from_setup(setup, request.sampling, team.exchange_s)
     setup.hooks.on_phase("building the models")
     # if all weights are read, they are summed up on the way
     is_summed = request.is_for_file and team.is_alone and not setup.minimal_plan.has_experts
@@ -58,7 +54,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
     prepare_invariance(
         pair.target, setup.options, setup.minimal_plan, device=setup.device, is_alone=team.is_alone
     )
-    config = _measure(pair, trees, team, settings, resources)
+    config = _measure(pair, trees, team, resources)
     plan = config.plan
     setup.hooks.on_phase("reading layers that stay")
     # samples of layers for trials and timing, kept outside the plan
@@ -74,7 +70,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         plan,
         kernels=config.choice.kernels,
         on_layer=layer_callback(pair),
-        experts=_open_experts(pair, config, settings, resources),
+        experts=_open_experts(pair, config, trees, resources),
         device=setup.device,
     )
     pair.notes.extend([*setup.notes, *team.notes])
@@ -84,14 +80,12 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         plan.draft_slots,
         config.choice.kernels,
         config.sources,
-        trees.step_s,
+        config.trees.step_s,
     )
     return Decoder(target, drafter, config, resources=resources.pop_all(), notes=pair.notes)
 
 
-def _measure(
-    pair: ModelPair, trees: TreeSelector, team: Team, settings: RunSettings, resources: ExitStack
-) -> DecoderConfig:
+def _measure(pair: ModelPair, trees: RunTrees, team: Team, resources: ExitStack) -> DecoderConfig:
     """Read what lies around the layers, try out how to compute, settle the tree and its memory."""
     setup = pair.setup
     options = setup.options
@@ -109,28 +103,17 @@ def _measure(
     hooks.on_phase("reading embeddings" if draft is None else "reading draft and embeddings")
     trials = [trial for expansion in read_pair(pair) for trial in expansion.comparisons]
     hooks.on_phase("choosing kernels and threads")
-    choice = pick_kernels(target, draft, setup.device, most, settings)
+    choice = pick_kernels(target, draft, setup.device, most, trees.settings)
     pair.notes.extend(choice.notes)
     threads = thread_policy(target, draft, setup.tree.num_nodes, options.threads, setup.device)
 
     same_bits = partial(settle_invariance, target, pair.source.fetch, options, threads)
     invariance = same_bits(least, hooks.on_phase, device=setup.device, is_alone=team.is_alone)
-    is_chosen = trees.spec.is_chosen
     measuring = "measuring how fast layers come, choosing a tree"
-    hooks.on_phase(measuring if is_chosen else "planning memory")
-    if is_chosen:
-        calibrate(
-            trees,
-            target,
-            draft,
-            pair.source.fetch,
-            settings,
-            threads=threads,
-            choice=choice,
-            link=setup.measure_link,
-        )
-    plan = setup.plan_for(trees.planned_nodes(*settings))
-    trees.limit_to(plan)
+    hooks.on_phase(measuring if setup.tree.is_chosen else "planning memory")
+    fetch = pair.source.fetch
+    trees = trees.calibrated(target, draft, fetch, threads=threads, choice=choice)
+    plan = trees.plan()
     if plan.is_streamed and not least.is_streamed:
         invariance = same_bits(plan, hooks.on_phase, device=setup.device, is_alone=team.is_alone)
     pair.notes.extend(invariance.notes)
@@ -138,7 +121,7 @@ def _measure(
     return DecoderConfig(
         plan=plan,
         identities=pair.identities,
-        trees=trees,
+        trees=trees.selector(plan),
         rule=options.rule,
         lenience=options.lenience,
         threads=threads,
@@ -152,7 +135,7 @@ def _measure(
 
 
 def _open_experts(
-    pair: ModelPair, config: DecoderConfig, settings: RunSettings, resources: ExitStack
+    pair: ModelPair, config: DecoderConfig, trees: RunTrees, resources: ExitStack
 ) -> ExpertPool | None:
     """Open the pool of routed experts, if they come on demand, with the most used ones."""
     if not pair.target.experts:
@@ -160,8 +143,7 @@ def _open_experts(
     records = [experts.records for experts in pair.target.experts]
     largest = max(record.slab_bytes for layer_records in records for record in layer_records)
     assert largest <= config.plan.expert_slot_bytes, "an expert is larger than planned"
-    trees = config.trees
-    profile, _ = trees.find(*settings)
+    profile, _ = pair.setup.find_profile(*trees.settings)
     uses = None if profile is None else profile.expert_uses
     pool = open_pool(
         pair.source,
@@ -171,7 +153,7 @@ def _open_experts(
         resources,
         uses_B=None if uses is None else np.array(uses.uses_B),
         num_host_slots=config.plan.num_host_expert_slots,
-        ahead_rows=trees.ahead_rows(),
+        ahead_rows=config.trees.ahead_rows(),
     )
     if uses is not None:
         pool.warm(uses.uses_B, config.plan.num_kept_experts, pair.setup.hooks.on_bytes)

@@ -14,11 +14,10 @@ from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.setup import Setup
 from offload.engine.tokenizer import require_described_vocabulary
 from offload.model.headers import describe, known_layers, specified
-from offload.planning.budget import budget_of, ram_warning, with_experts
+from offload.planning.budget import budget_of, ram_warning, require_no_states, with_experts
 from offload.planning.draft_kinds import carried_kind
 from offload.planning.hardware import Assumptions
 from offload.planning.load_options import LoadOptions
-from offload.planning.shares import require_no_states
 from offload.streaming.device import HOST, Device, device_of
 from offload.streaming.disk import DiskReader, OpenSource
 

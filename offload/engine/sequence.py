@@ -18,12 +18,11 @@ from torch import Tensor
 
 from offload.errors import HostFault
 from offload.model.kv_cache import KVCache
-from offload.planning.chains import ChainPolicy
 from offload.rules import ChildSampling
 from offload.sampling.logits import Rows
 from offload.sampling.sampler import Sampler
 from offload.stats import Stats, Transfers
-from offload.trees.topology import DynamicShape, Shape, chain
+from offload.trees.topology import DynamicShape, Shape
 from offload.trees.verification import Rule
 
 
@@ -126,7 +125,6 @@ class TokenSequence:
     # the noted log-probabilities
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     _caches: Caches | None = field(default=None, init=False)
-    _chains: ChainPolicy | None = field(default=None, init=False)
     _among: Callable[[int], Shape] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -143,20 +141,13 @@ class TokenSequence:
         self.stats.is_draft_known = is_known and self.is_ranked
         return self.stats
 
-    def follow(
-        self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None
-    ) -> None:
-        """Let trees be chains of varying lengths from the next step on; None keeps the shape.
-
-        `among` returns the shape for the number of texts that share the pass; it may change as it
-        learns.
-        """
-        self._chains = chains
+    def follow(self, among: Callable[[int], Shape]) -> None:
+        """Let `among` say the shape of each tree by how many texts share the pass; it may learn."""
         self._among = among
 
     def next_shape(self, num_texts: int) -> Shape:
-        """Return the shape of the next tree if this many texts share the pass."""
-        if self._chains is None and self._among is not None:
+        """Return the shape of the next tree, where this many texts share the pass."""
+        if self._among is not None:
             self._take_shape(self._among(num_texts))
         return self.shape
 
@@ -165,15 +156,6 @@ class TokenSequence:
         self.stats.tree_num_nodes = shape.num_nodes
         self.stats.tree_depth = shape.depth
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
-
-    def lengthen(self) -> None:
-        """End a step: let the next chain be as long as steps so far suggest."""
-        if self._chains is None:
-            return
-        self.stats.chain_lengths.append(self.shape.depth)
-        self.shape = chain(self._chains.length(self.stats.first_guess))
-        self.stats.tree_depth = max(self.stats.tree_depth, self.shape.depth)
-        self.stats.tree_num_nodes = 1 + self.stats.tree_depth
 
     @property
     def caches(self) -> Caches:

@@ -6,8 +6,9 @@ about a pair of models agree. No torch, except to time a product.
 Invariant: everything is decided from headers and rates; weights are only read to measure a link.
 """
 
+import math
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from offload.calibration import link
@@ -15,12 +16,18 @@ from offload.checkpoint.checkpoint import ModelFiles, compute_dtype_name
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.planner import plan_memory
-from offload.planning.acceptance import prior_for
 from offload.planning.budget import machine_costs, traffic_in
+from offload.planning.choice import TrafficOf, TreeRoom
 from offload.planning.hardware import Assumptions, Hardware
+from offload.planning.knowledge import Knowledge, LinkRate, Provenance, RunSettings
 from offload.planning.load_options import LoadOptions
-from offload.planning.profile import FindProfile, Machine, parse_profile, profile_finder
-from offload.planning.selector import RunSettings, TrafficOf, TreeSelector, routing_in
+from offload.planning.profile import (
+    NOT_WANTED,
+    FindProfile,
+    Machine,
+    parse_profile,
+    profile_finder,
+)
 from offload.sampling_options import Sampling
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader, OpenSource
@@ -60,10 +67,23 @@ class Setup:
         return self.assumed and self.assumed.disk_bytes_per_s
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Return True if no link of this machine, and no profile made on it, applies."""
+    def is_here(self) -> bool:
+        """Return True if this machine will compute, not a GPU elsewhere."""
         is_gpu_elsewhere = self.budget.gpu_bytes is not None and not self.device.has_own_memory
-        return self.hardware is not None or is_gpu_elsewhere
+        return self.hardware is None and not is_gpu_elsewhere
+
+    @property
+    def link_source(self) -> Provenance:
+        """Return where the rate at which layers arrive comes from."""
+        if self.hardware is not None:
+            return Provenance.GIVEN
+        if self.is_here and self.disk_bytes_per_s:
+            return Provenance.GIVEN
+        return (
+            Provenance.MEASURED
+            if self.is_here and self.files.target.is_here
+            else Provenance.UNKNOWN
+        )
 
     def plan_for(self, num_nodes: int) -> MemoryPlan:
         """Plan memory for trees of this many nodes together. Raises `UserError` for too little."""
@@ -113,53 +133,60 @@ class Setup:
         named = self.options.profile
         return None if named is None or self.options.has_no_profile else Path(named)
 
-    def profile_finder(self) -> FindProfile:
-        """Return a function that finds the profile for settings and rule, or says why none fits."""
-        if prior_for(self.files) is None or self.options.has_no_profile:
-            return lambda *_: (None, "no profile is wanted")
+    @cached_property
+    def find_profile(self) -> FindProfile:
+        """Return a finder of the profile for settings and rule, which says why there is none."""
+        if self.options.has_no_profile:
+            return lambda *_: NOT_WANTED
         return profile_finder(
             self.files,
             self._named_profile,
-            None if self.hardware else self.machine,
+            self.machine if self.is_here else None,
             self.budget.experts_of(self.files),
-            are_files_here=all(checkpoint.is_here for checkpoint in self.files if checkpoint),
-            is_elsewhere=self.is_elsewhere,
         )
 
-    def tree_selector(self, sampling: Sampling) -> TreeSelector:
-        """Return the selector of trees, with all that is known before anything is measured.
+    @cached_property
+    def room(self) -> TreeRoom:
+        """Return the room for trees, before one is chosen that memory is planned for."""
+        context = self.minimal_plan.context
+        return TreeRoom(cache(self.traffic_of), context=context, parallel=self.options.parallel)
+
+    def knowledge(self, settings: RunSettings) -> Knowledge:
+        """Return all that is known before anything is measured.
 
         Raises `UserError` for a named profile that does not fit such runs.
         """
-        find = self.profile_finder()
-        profile, _ = find(*self.settings(sampling))
-        is_on_cpu = self.budget.gpu_bytes is None
-        rates = self.budget.rates
-        return TreeSelector(
-            self.tree,
-            find,
-            cache(self.traffic_of),
-            costs=machine_costs(self.budget, self.files, self.hardware),
-            has_own_times=self.hardware is None,
-            context=self.minimal_plan.context,
-            usual=prior_for(self.files),
-            routing=routing_in(profile),
-            parallel=self.options.parallel,
-            link_bytes_per_s=rates.link_bytes_per_s if rates and is_on_cpu else None,
+        profile, note = self.find_profile(*settings)
+        link = LinkRate()
+        if self.budget.rates is not None and self.budget.gpu_bytes is None:
+            link = LinkRate(self.budget.rates.link_bytes_per_s, self.link_source)
+        return Knowledge.from_files(
+            self.files,
+            note=note,
+            routing=None if profile is None else profile.routing,
+            link=link,
+            tried=machine_costs(self.budget, self.files, self.hardware),
+            times=Provenance.GIVEN if self.hardware else Provenance.MEASURED,
         )
 
-    @property
-    def knows_link(self) -> bool:
-        """Return True if the rate at which layers arrive is given, or can be measured here."""
-        is_here_or_given = bool(self.disk_bytes_per_s) or self.files.target.is_here
-        return self.hardware is not None or (not self.is_elsewhere and is_here_or_given)
+    def link(self, most_nodes: int) -> LinkRate:
+        """Return the rate at which layers arrive, as said or as measured here and now."""
+        source = self.link_source
+        if source is Provenance.UNKNOWN:
+            return LinkRate()
+        return LinkRate(self._link_bytes_per_s(most_nodes), source)
 
-    def measure_link(self, most_nodes: int) -> float:
-        """Return bytes per second at which layers arrive, as given or as measured now.
+    def startup_link(self, largest: int) -> LinkRate:
+        """Return that rate where layers stream with the largest trees, else an infinite one.
 
-        Infinite if nothing streams to a GPU, even with the largest trees, of `most_nodes`.
+        A larger tree than usual may leave layers no room.
         """
-        assert self.knows_link, "there is a link to measure"
+        traffic = self.room.traffic_of(largest)
+        is_streamed = traffic is not None and traffic.is_streamed
+        return self.link(largest) if is_streamed else LinkRate(math.inf, Provenance.MEASURED)
+
+    def _link_bytes_per_s(self, most_nodes: int) -> float:
+        """Infinite where nothing streams to a GPU, even with the largest trees, of `most_nodes`."""
         given = self.disk_bytes_per_s
         target = self.files.target
         if self.hardware is not None:

@@ -18,7 +18,7 @@ from offload.engine.sequence import StepMetrics, TokenSequence, path_logprobs
 from offload.errors import RunError
 from offload.model.parts import BatchPart
 from offload.model.target import Target
-from offload.planning.seen import ObservedPass
+from offload.planning.knowledge import ObservedPass
 from offload.sampling.logits import Rows
 from offload.stats import Transfers
 from offload.threads import Mode, StepModes, ThreadPolicy
@@ -256,7 +256,7 @@ def _batch_of(texts: Sequence[TokenSequence], num_rows: int) -> list[TextStep]:
 
 
 def count_step(result: StepResult) -> None:
-    """Count a step in the figures of its texts, and set their next chains' lengths."""
+    """Count a step in the figures of its texts."""
     for each in result.texts:
         stats = each.text.stats
         stats.threads = result.modes
@@ -274,7 +274,6 @@ def count_step(result: StepResult) -> None:
             moved=result.moved,
             **times,
         )
-        each.text.lengthen()
 
 
 def learning(threads: ThreadPolicy, learn: Callable[[ObservedPass], None]) -> Listener:

@@ -89,7 +89,7 @@ class TokenDecoder:
         compute_in = self._waiting.compute_in
         # a decoder of one text takes in all of a prompt, by as many sweeps as that needs
         prompt_rows = self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
-        listeners = (count_step, learning(self.threads, self._trees.took))
+        listeners = (count_step, learning(self.threads, self._trees.observe))
         self._speculation = SpeculationStep(
             target, drafter, self.threads, compute_in, prompt_rows, self._pool.keep, listeners
         )

@@ -91,6 +91,22 @@ def ram_warning(ram: str | int) -> str | None:
     return f"{needs} is more than the {free} free here: it may not hold"
 
 
+def require_no_states(files: ModelFiles, dtype: str) -> None:
+    """Raise `UserError` for models that ranks cannot share, since layers keep states or choose."""
+    for checkpoint in files:
+        if checkpoint is None:
+            continue
+        shape = model_shape(checkpoint, dtype)
+        if shape.recurrent.state_bytes:
+            obstacle = "has recurrent or convolutional layers, whose states stay on one rank"
+            raise UserError(f"{checkpoint.name} {obstacle}: leave `ranks` out")
+        if shape.index_bytes_per_token:
+            obstacle = (
+                "has layers that choose by an index what they attend to, which stays on one rank"
+            )
+            raise UserError(f"{checkpoint.name} {obstacle}: leave `ranks` out")
+
+
 def traffic_in(
     budget: MemoryBudget, files: ModelFiles, num_nodes: int, hardware: Hardware | None = None
 ) -> Traffic | None:

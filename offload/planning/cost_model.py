@@ -142,7 +142,7 @@ class Traffic(NamedTuple):
         """
         slots_bytes = plan.num_layer_slots * plan.layer_slot_bytes
         link_bytes = int(plan.disk_streamed_bytes * hardware.link_over_disk) if hardware else 0
-        experts = ExpertTraffic.from_plan(plan, hardware)
+        experts = ExpertTraffic.from_plan(plan, hardware) if plan.has_experts else None
         is_disk_slower = link_bytes > plan.streamed_bytes or (
             experts is not None and experts.is_disk_slower
         )

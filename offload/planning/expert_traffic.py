@@ -125,12 +125,8 @@ class ExpertTraffic(NamedTuple):
     link_over_disk: float = 1.0  # the link's rate over the disk's; 1 where the disk is the link
 
     @classmethod
-    def from_plan(
-        cls, plan: MemoryPlan, hardware: Hardware | None = None
-    ) -> "ExpertTraffic | None":
-        """Return the traffic of a plan for an unknown text; None where experts come with layers."""
-        if not plan.has_experts:
-            return None
+    def from_plan(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "ExpertTraffic":
+        """Return the traffic of a plan with experts on demand, for an unknown text."""
         num_layers = plan.num_expert_layers
         num_in_memory = plan.num_kept_experts + plan.num_host_expert_slots
         routing = ExpertRouting.usual(

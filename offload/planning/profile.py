@@ -28,6 +28,7 @@ from offload.errors import UserError, ensure, os_errors_as_user_error, reason, r
 from offload.machine import MAX_THREADS, cpu_name
 from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.planning.cost_model import Costs, Positive
+from offload.planning.expert_traffic import ExpertRouting
 from offload.sampling_options import Sampling
 from offload.trees.topology import check_acceptance
 
@@ -140,6 +141,11 @@ class ExpertUses:
     num_rows: Annotated[int, Meta(ge=1, le=2**63 - 1)]  # of all passes together
 
     @property
+    def routing(self) -> ExpertRouting:
+        """Return the routing that was counted."""
+        return ExpertRouting.counted(self.uses_LE, self.num_rows)
+
+    @property
     def uses_B(self) -> list[float]:
         """Return the uses per row of each expert, layer after layer."""
         return [count / self.num_rows for count in chain(*self.uses_LE)]
@@ -165,6 +171,11 @@ class Profile:
     # of every token, window by window
     traces: tuple[tuple[Rank, ...], ...]
     expert_uses: ExpertUses | None = None  # of a mixture whose experts are read on demand
+
+    @property
+    def routing(self) -> ExpertRouting | None:
+        """Return the routing that was counted, or None."""
+        return None if self.expert_uses is None else self.expert_uses.routing
 
     @property
     def follows_traces(self) -> bool:
@@ -237,25 +248,24 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
     )
 
 
+NOT_WANTED = (None, "no profile is wanted")
+
+
 def profile_finder(
-    files: ModelFiles,
-    named: Path | None,
-    machine: Machine | None,
-    experts: ExpertShape | None,
-    *,
-    are_files_here: bool,
-    is_elsewhere: bool,
+    files: ModelFiles, named: Path | None, machine: Machine | None, experts: ExpertShape | None
 ) -> FindProfile:
     """Return a finder of a pair's profile, which raises `UserError` for a named one that misfits.
 
     Args:
         named: what the user has named; None looks for the one that was saved for the run.
-        machine: that computes; None takes the profile's own, whose times then do not matter.
+        machine: that computes; None is another one: no profile that was made here says anything of
+            it, and the times of a named one do not matter.
         experts: of the target, if they are read on demand.
-        is_elsewhere: no profile that was made here says anything.
     """
     target, draft = files
-    assert draft is not None, "profiles are of pairs"
+    if draft is None:
+        return lambda *_: NOT_WANTED
+    has_weights = target.is_here and draft.is_here
 
     @lru_cache(maxsize=256)  # a server is asked for any settings
     def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
@@ -263,20 +273,18 @@ def profile_finder(
             none = f"no profile holds for a run with {feature}"
             require(named is None, none, f"`profile` {named}", "leave one of them out")
             return None, none
-        if named is None and (is_elsewhere or not are_files_here):
+        if named is None and (machine is None or not has_weights):
             return None, "no profile was made there"
         if named is None:
             assert machine is not None, "it is here"
-            profile, where = find_profile(
-                Identity.from_models(target, draft, sampling, rule, machine)
-            )
+            identity = Identity.from_models(target, draft, sampling, rule, machine)
+            profile, where = find_profile(identity)
             return profile and profile.of_experts(experts), where
         profile = parse_profile(named)
-        if are_files_here:
+        if has_weights:
             here = machine or profile.identity.machine
-            require_same_run(
-                profile, Identity.from_models(target, draft, sampling, rule, here), named
-            )
+            identity = Identity.from_models(target, draft, sampling, rule, here)
+            require_same_run(profile, identity, named)
         return profile.of_experts(experts, is_named=True), str(named)
 
     return lambda sampling, rule: find(sampling.kind, rule)

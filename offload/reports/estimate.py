@@ -23,22 +23,20 @@ from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.packing.forecast import BesideForecast, PackingForecast, as_beside, as_packed, forecast
 from offload.planning.budget import prompt_costs
+from offload.planning.choice import TreeRequest, choose, most_nodes, planned_nodes, predict
 from offload.planning.cost_model import (
     NOTHING,
-    Costs,
     Curve,
     Prediction,
     PromptPass,
     Traffic,
     link_alone,
     prompt_pass,
-    step_time,
 )
 from offload.planning.hardware import Assumptions, Hardware
+from offload.planning.knowledge import Knowledge, LinkRate, Provenance
 from offload.planning.load_options import LoadOptions
-from offload.planning.selector import RunSettings, TreeSelector
-from offload.trees.spec import MAX_TREE_NODES, label_of
-from offload.trees.topology import Shape, chain
+from offload.trees.topology import SIZES, chain
 from offload.units import format_bytes
 
 
@@ -48,17 +46,14 @@ class Estimate(NamedTuple):
     models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
     plan: MemoryPlan
     hardware: Hardware | None  # None for this machine
-    # measured, or as given; None where neither is known, infinite where nothing streams to a GPU
-    link_bytes_per_s: float | None
+    link: LinkRate
     # without a tree, then with the wanted one; empty where no rate is known
     predictions: tuple[Prediction, ...]
-    # whether computing is left out of the predictions, because its rates are not known
-    is_link_alone: bool
-    # whether they leave out all, or all but the products of weights, that a pass computes
-    is_lower_bound: bool
+    # where the times of computing come from: assumed are those of the products of weights alone,
+    # unknown ones are left out of the predictions
+    computing: Provenance
     basis: str  # what the tokens per pass rest on, in words
     notes: tuple[str, ...]
-    is_measured: bool  # whether the link was measured here and now
     packing: PackingForecast | None  # None where there is nothing to pack
     traffic: Traffic  # bytes that the plan moves
     # the largest pass over a prompt; None where computing is not known, or nothing streams
@@ -73,9 +68,8 @@ class Estimate(NamedTuple):
     @property
     def sweep_s(self) -> float | None:
         """Seconds that moving these bytes takes, None where the link is not known."""
-        if self.link_bytes_per_s is None:
-            return None
-        return self.traffic.bytes_at(1) / self.link_bytes_per_s
+        rate = self.link.bytes_per_s
+        return None if rate is None else self.traffic.bytes_at(1) / rate
 
     @property
     def hit_share(self) -> float | None:
@@ -89,15 +83,15 @@ class Estimate(NamedTuple):
         return {
             "fits": True,
             "s_per_token_range": seconds,
-            "is_link_alone": self.is_link_alone,
-            "is_lower_bound": self.is_lower_bound,
+            "is_link_alone": self.computing is Provenance.UNKNOWN,
+            "is_lower_bound": not self.computing.is_whole,
             "models": models_told(self.models),
             **self.plan.as_dict(),
             "bytes_per_sweep": self.sweep_bytes,
             **({} if self.hit_share is None else {"expert_hit_share": self.hit_share}),
             "link_bytes_per_s": None
-            if self.link_bytes_per_s == math.inf
-            else self.link_bytes_per_s,
+            if self.link.bytes_per_s == math.inf
+            else self.link.bytes_per_s,
             "sweep_s": self.sweep_s,
             "hardware": self.hardware.name if self.hardware else None,
             "predictions": [prediction.as_dict() for prediction in self.predictions],
@@ -141,41 +135,44 @@ def estimate(
             same models.
     """
     assumed = Assumptions.from_flags(hardware, disk_speed)
-    has_rates = assumed.hardware is not None or assumed.disk_bytes_per_s is not None
     tree = options.planned_tree(tokens_per_sweep)
-    if tokens_per_sweep is not None and not has_rates:
+    if tokens_per_sweep is not None and assumed == Assumptions():
         rule = "`tokens_per_sweep` goes with `hardware` or `disk_speed`"
         raise UserError(f"{rule}; on this machine offload tune measures it")
     setup = replace(resolve(options, assumed=assumed, read=read), tree=tree)
     settings = setup.settings()
-    trees = setup.tree_selector(settings.sampling)
-    profile, _ = trees.find(*settings)
-    link = setup.measure_link(trees.most_nodes) if setup.knows_link else None
-    products_s = _products_s(setup)
-    costs = trees.settle_link(link, profile, is_here=setup.hardware is None, products_s=products_s)
-    plan = setup.plan_for(trees.planned_nodes(*settings))
+    room = setup.room
+    known = setup.knowledge(settings)
+    known = known.with_link(setup.link(most_nodes(tree, known, room)))
+    known = known.with_profile(*setup.find_profile(*settings))
+    if known.costs is None:
+        traffic = room.traffic_of(1)
+        counts_link = traffic is not None and traffic.experts is not None
+        known = known.with_least_costs(_products_s(setup), counts_link=counts_link)
+        if tree.is_chosen:
+            room = room._replace(max_nodes=most_nodes(tree, known, room))
+    plan = setup.plan_for(planned_nodes(tree, known, room, settings.rule))
+    traffic = _traffic(setup, known, plan)
     # passes of a self draft are no small matter, so the link says nothing
-    is_unknown = costs is None and trees.is_copy
+    is_told = known.computing.is_whole or not known.is_copy
     predictions: tuple[Prediction, ...] = ()
-    basis = _basis(setup, trees, settings)
-    if link is not None and not is_unknown and (costs or plan.is_streamed):
-        known = costs or trees.costs or link_alone(link)
-        predictions, basis = _predictions(setup, trees, settings, known, plan, tokens_per_sweep)
-    traffic = _traffic(setup, trees, plan)
+    basis = _basis(setup, known)
+    link = known.link.bytes_per_s
+    if link is not None and is_told and (known.computing.is_whole or plan.is_streamed):
+        request = TreeRequest(room, settings.rule, options.parallel)
+        predictions, basis = _predictions(setup, known, request, traffic, tokens_per_sweep)
     return Estimate(
         models=facts_of(setup),
         plan=plan,
         hardware=setup.hardware,
-        link_bytes_per_s=link,
+        link=known.link,
         predictions=predictions,
-        is_link_alone=costs is None and products_s is NOTHING,
-        is_lower_bound=costs is None,
+        computing=known.computing,
         basis=basis,
-        notes=(*([_NO_COSTS] if is_unknown else []), *setup.notes, *_notes(setup, link, plan)),
-        is_measured=link not in (None, math.inf) and not has_rates,
+        notes=(*([] if is_told else [_NO_COSTS]), *setup.notes, *_notes(setup, link, plan)),
         packing=_packing(setup, plan.num_nodes, link) if has_packing else None,
         traffic=traffic,
-        prompt=_prompt(setup, costs, traffic, plan),
+        prompt=_prompt(setup, known, traffic, plan),
     )
 
 
@@ -227,72 +224,56 @@ def _products_s(setup: Setup) -> Curve:
     """Return the seconds of a pass's products on this CPU against its rows, if they were timed."""
     if setup.budget.gpu_bytes is not None or setup.hardware is not None:
         return NOTHING
-    costs = prompt_costs(setup.budget, setup.files, MAX_TREE_NODES)
+    costs = prompt_costs(setup.budget, setup.files, SIZES[-1])
     return NOTHING if costs is None else costs.compute_s
 
 
-def _basis(setup: Setup, trees: TreeSelector, settings: RunSettings) -> str:
+def _basis(setup: Setup, known: Knowledge) -> str:
     """Return in words what acceptance rests on; empty without a draft."""
-    if not trees.is_ranked:
+    if not known.is_ranked:
         return ""
-    profile, where = trees.find(*settings)
-    if profile is None:
-        return where
-    return f"profile {where}" if setup.options.profile is None else f"acceptance of {where}"
+    if known.profile is None:
+        return known.note
+    return f"{'profile' if setup.options.profile is None else 'acceptance of'} {known.note}"
 
 
 def _predictions(
     setup: Setup,
-    trees: TreeSelector,
-    settings: RunSettings,
-    costs: Costs,
-    plan: MemoryPlan,
+    known: Knowledge,
+    request: TreeRequest,
+    traffic: Traffic,
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    alone = replace(setup, files=setup.files.alone).minimal_plan
-    plain = _predict(setup, trees, costs, alone, chain(0), (1.0, 1.0))
-    basis = _basis(setup, trees, settings)
-    if not trees.is_ranked or setup.tree.kind == "none":
+    assert known.link.bytes_per_s is not None, "there is a link to predict by"
+    costs = known.costs or link_alone(known.link.bytes_per_s)
+    alone = _traffic(setup, known, replace(setup, files=setup.files.alone).minimal_plan)
+    plain = predict(setup.tree, costs, alone, chain(0), (1.0, 1.0), request.num_texts)
+    basis = _basis(setup, known)
+    if not known.is_ranked or setup.tree.kind == "none":
         return (plain,), basis
-    choice = trees.for_run(*settings, num_texts=setup.options.parallel)
-    profile, _ = trees.find(*settings)
-    tokens, basis = choice.tokens_range(setup.files, setup.dtype, profile, basis)
+    choice = choose(setup.tree, known, request)
+    tokens, basis = choice.tokens_range(setup.files, setup.dtype, known, basis)
     if tokens_per_sweep is not None:
         tokens = (tokens_per_sweep, tokens_per_sweep)
         basis = "tokens per pass as given"
-    return (plain, _predict(setup, trees, costs, plan, choice.shape, tokens)), basis
+    wanted = predict(setup.tree, costs, traffic, choice.shape, tokens, request.num_texts)
+    return (plain, wanted), basis
 
 
-def _traffic(setup: Setup, trees: TreeSelector, plan: MemoryPlan) -> Traffic:
-    return Traffic.from_plan(plan, setup.hardware).routed_by(trees.routing)
+def _traffic(setup: Setup, known: Knowledge, plan: MemoryPlan) -> Traffic:
+    return Traffic.from_plan(plan, setup.hardware).routed_by(known.routing)
 
 
 def _prompt(
-    setup: Setup, costs: Costs | None, traffic: Traffic, plan: MemoryPlan
+    setup: Setup, known: Knowledge, traffic: Traffic, plan: MemoryPlan
 ) -> PromptPass | None:
     """Return the largest pass over a prompt, by the curves or by the rates that chose its rows."""
     most = plan.max_prompt_rows
+    costs = known.costs if known.computing.is_whole else None
     if costs is None and not setup.device.has_own_memory:
         costs = prompt_costs(setup.budget, setup.files, most)
     return prompt_pass(costs, traffic, most) if costs and plan.is_streamed else None
-
-
-def _predict(
-    setup: Setup,
-    trees: TreeSelector,
-    costs: Costs,
-    plan: MemoryPlan,
-    shape: Shape,
-    tokens: tuple[float, float],
-) -> Prediction:
-    kind = setup.tree.kind
-    label = label_of(shape) if kind == "auto" or shape.num_nodes == 1 else setup.tree.label
-    if kind == "auto_chain":
-        label = f"chain:{shape.depth}"
-    num = setup.options.parallel
-    step = step_time(costs, _traffic(setup, trees, plan), shape, num)
-    return Prediction(label, shape, step, (num * tokens[0], num * tokens[1]))
 
 
 def _notes(setup: Setup, link: float | None, plan: MemoryPlan) -> list[str]:

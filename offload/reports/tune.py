@@ -17,6 +17,7 @@ from offload.engine.request import Request
 from offload.engine.resolve import resolve
 from offload.engine.setup import Setup
 from offload.errors import require
+from offload.planning.choice import TreeChoice, TreeRequest, choose
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import (
     Identity,
@@ -26,7 +27,6 @@ from offload.planning.profile import (
     save_profile,
     tuning_text,
 )
-from offload.planning.selector import TreeChoice
 from offload.reports.step_costs import measure_costs
 from offload.reports.windows import (
     NUM_PROMPT,
@@ -128,12 +128,9 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
 
 def choice_from(profile: Profile, sampling: Sampling, setup: Setup, timed: Setup) -> TreeChoice:
     """Return the tree that a run like this chooses, with the timed one's context if it must be."""
-    settings = setup.settings(sampling)
-    timed_setup = timed if setup.traffic_of(1) is None else setup
-    trees = replace(timed_setup, tree=TreeSpec("auto")).tree_selector(sampling)
-    trees.find = lambda *_: (profile, "")
-    trees.link_bytes_per_s = profile.costs.link_bytes_per_s
-    return trees.for_run(*settings)
+    chosen = timed if setup.traffic_of(1) is None else setup
+    known = chosen.knowledge(setup.settings(sampling)).by_profile_alone(profile)
+    return choose(TreeSpec("auto"), known, TreeRequest(chosen.room, setup.options.rule))
 
 
 def largest_that_fits(setup: Setup, spec: TreeSpec) -> Setup:

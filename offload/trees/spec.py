@@ -2,8 +2,8 @@
 
 Every kind but `dynamic` and `chain:auto` names one static tree. `dynamic` names bounds: the shape
 is settled in every step by the draft's scores for the very tokens that it proposes, which only
-rules that repeat the target's own draws allow. `chain:auto` is a chain whose length is chosen
-before every step, by how guesses fared in the steps before.
+rules that repeat the target's own draws allow. `chain:auto` is a chain whose length follows
+from how guesses fared in the passes before.
 """
 
 import re
@@ -26,7 +26,7 @@ from offload.trees.topology import (
 # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 MAX_TREE_NODES = 65536
 MOST_MATCHED = 64
-# a tree where nothing was measured; else `planning.selector` answers
+# a tree where nothing was measured; else `planning.choice` answers
 AUTO_NODES = 64
 AUTO_DEPTH = 16
 MAX_CHAIN = 32  # guesses of a chain whose length is chosen

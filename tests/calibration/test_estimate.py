@@ -26,6 +26,7 @@ from offload.model.headers import describe
 from offload.planning.acceptance import DynamicYield
 from offload.planning.budget import budget_of
 from offload.planning.cost_model import Costs, Curve
+from offload.planning.knowledge import Provenance
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import FindProfile, Identity, Machine, Profile, save_profile
 from offload.planning.search import range_for
@@ -104,7 +105,7 @@ def test_a_smaller_host_sends_layers_to_its_disk_and_a_card_of_any_size_is_plann
     assert got.sweep_s == pytest.approx(got.plan.disk_streamed_bytes / 5e9, rel=0.01)
     # A card of any size is planned without rates.
     got = ask(configs, gpu_memory="48GiB", ram="200GiB", tree="64x8")
-    assert (got.plan.gpu_bytes, got.link_bytes_per_s, got.sweep_s, got.predictions) == (48 << 30, None, None, ())
+    assert (got.plan.gpu_bytes, got.link.bytes_per_s, got.sweep_s, got.predictions) == (48 << 30, None, None, ())
     assert any("not here" in note for note in got.notes)
 
 
@@ -137,10 +138,11 @@ def profile_of(directories: Pair) -> Profile:
 def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Path, pair: Pair) -> None:
     profile = profile_of(pair)
     bare = ask(pair, ram="1GiB", tree="chain:4")
-    assert bare.predictions == () and bare.is_link_alone and bare.link_bytes_per_s > 1e6, "and nothing is streamed"
+    assert bare.predictions == () and bare.computing is Provenance.UNKNOWN
+    assert bare.link.bytes_per_s > 1e6, "and nothing is streamed"
     save_profile(profile)
     got = ask(pair, ram="1GiB", tree="chain:4")
-    assert got.link_bytes_per_s > 1e6 and got.basis.startswith("profile ")
+    assert got.link.bytes_per_s > 1e6 and got.basis.startswith("profile ")
     plain, tree = got.predictions
     assert plain.s_per_token == pytest.approx(0.5) and plain.step.limit == "compute"
     assert tree.tokens_per_sweep == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
@@ -179,8 +181,12 @@ def test_a_plan_is_of_the_card_that_a_run_would_take(pair: Pair, card: list[tupl
     tight = roomy.plan.gpu_total_bytes - 1
     found = ask(pair, ram="2GiB", context=128, tree="8x3", gpu_memory=tight, device="cuda:1")
     assert card[1:] == [("cuda:1", tight)] and found.plan.gpu_bytes == tight and found.plan.streamed_bytes
-    assert found.link_bytes_per_s == pytest.approx(1 << 16), "a copy takes a second on this card"
-    assert found.is_link_alone and "no profile" in found.basis and found.sweep_s == found.predictions[-1].step.link_s
+    assert found.link.bytes_per_s == pytest.approx(1 << 16), "a copy takes a second on this card"
+    assert (
+        found.computing is Provenance.UNKNOWN
+        and "no profile" in found.basis
+        and found.sweep_s == found.predictions[-1].step.link_s
+    )
 
 
 def test_a_card_is_predicted_from_the_profile_that_was_made_on_it(pair: Pair, card: list[tuple[str, object]]) -> None:
@@ -239,7 +245,12 @@ def test_memory_and_disk_are_enough_of_a_machine(configs: list[str]) -> None:
     """Seconds are those of the disk alone, over a range of tokens that pairs like this one have yielded."""
     got = ask(configs, context=512, ram="32GiB", disk_speed="3GB/s", tree="64x8")
     plain, tree = got.predictions
-    assert got.is_link_alone and not got.is_measured and got.plan.gpu_bytes is None and got.notes == ()
+    assert (
+        got.computing is Provenance.UNKNOWN
+        and got.link.source is Provenance.GIVEN
+        and got.plan.gpu_bytes is None
+        and got.notes == ()
+    )
     assert tree.step.total_s == pytest.approx(got.plan.streamed_bytes / 3e9) == pytest.approx(got.sweep_s)
     assert plain.step.total_s < tree.step.total_s, "without a draft more layers stay"
     low, high = tree.tokens_range
@@ -265,7 +276,7 @@ def test_no_pass_is_quicker_than_its_products(
     monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e12)
     wish = {"ram": "32GiB", "context": 1024, "disk_speed": disk_speed}
     got = ask(configs, tree=tree, **wish)
-    assert got.is_lower_bound and not got.is_link_alone
+    assert got.computing is Provenance.ASSUMED
     layers = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
     for one in got.predictions:
         assert one.step.compute_s == pytest.approx(one.shape.num_nodes * 2 * layers / 1e12, rel=0.001)
@@ -278,7 +289,7 @@ def test_no_pass_is_quicker_than_its_products(
 
     # Where nothing was timed, the link alone counts, as it says.
     alone = ask(configs, tree=tree, **{**wish, "context": 512})
-    assert alone.is_link_alone and alone.is_lower_bound and alone.predictions[-1].step.compute_s == 0
+    assert alone.computing is Provenance.UNKNOWN and alone.predictions[-1].step.compute_s == 0
 
 
 def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], tmp_path: Path) -> None:
@@ -290,7 +301,11 @@ def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], 
     assert found[0].predictions == found[1].predictions and found[0].plan == found[1].plan
     path.write_text(json.dumps({**machine, "memory_bytes_per_s": 60e9, "flops_per_s": 1e12}))
     whole = ask(configs, context=512, hardware=str(path), tree=found[0].predictions[1].label)
-    assert not whole.is_link_alone and whole.predictions[1].step.compute_s > 1 and whole.predictions[1].step.draft_s > 1
+    assert (
+        whole.computing is Provenance.GIVEN
+        and whole.predictions[1].step.compute_s > 1
+        and whole.predictions[1].step.draft_s > 1
+    )
     with pytest.raises(UserError, match="laptop has no GPU, got 8 GiB: leave it out"):
         ask(configs, hardware=str(path), gpu_memory="8GiB")
 
@@ -300,7 +315,7 @@ def test_a_disk_speed_stands_for_that_of_any_machine(configs: list[str], pair: P
     assert slow.sweep_s == pytest.approx(8 * quick.sweep_s, rel=0.01) and slow.predictions[1].step.limit == "disk"
     save_profile(profile_of(pair))
     here = ask(pair, ram="1GiB", disk_speed="3GB", tree="chain:4")
-    assert here.link_bytes_per_s == 3e9 and here.basis.startswith("profile ") and here.predictions[0].s_per_token == 0.5
+    assert here.link.bytes_per_s == 3e9 and here.basis.startswith("profile ") and here.predictions[0].s_per_token == 0.5
     with pytest.raises(UserError, match="`disk_speed` must be bytes per second, got"):
         ask(pair, disk_speed="fast")
 
@@ -358,7 +373,7 @@ def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     room = budget_of(options)
     object.__setattr__(options, "profile", profile)  # that there is such a file is another matter
     setup = Setup(files=files, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
-    return setup.profile_finder()
+    return setup.find_profile
 
 
 @pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)

@@ -33,8 +33,9 @@ from offload.kernels.rms_norm import FORMS
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import path_attention
 from offload.model.tree_model import TreeModel
+from offload.planning.choice import TreeRoom, most_nodes
 from offload.planning.cost_model import Curve, Traffic
-from offload.planning.selector import TreeSelector
+from offload.planning.knowledge import Knowledge
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
@@ -233,12 +234,12 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
 
 
 def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() -> None:
-    def trees(wish: str, most: int) -> TreeSelector:
-        traffic_of = lambda num_nodes: Traffic(1, 1) if num_nodes <= most else None  # noqa: E731
-        return TreeSelector(parse_tree(wish), lambda *_: (None, ""), traffic_of)
+    def largest(wish: str, most: int) -> int:
+        room = TreeRoom(lambda num_nodes: Traffic(1, 1) if num_nodes <= most else None)
+        return most_nodes(parse_tree(wish), Knowledge(), room)
 
-    assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [2048, 512, 192, 1]
-    assert [trees(wish, 5000).most_nodes for wish in ("none", "24x6", "dynamic:700x9")] == [1, 24, 700]
+    assert [largest("auto", most) for most in (5000, 512, 200, 1)] == [2048, 512, 192, 1]
+    assert [largest(wish, 5000) for wish in ("none", "24x6", "dynamic:700x9")] == [1, 24, 700]
 
 
 def test_without_a_card_nothing_is_compared(tmp_path: Path) -> None:

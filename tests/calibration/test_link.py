@@ -7,19 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from fake_device import FakeDevice
 
 from offload.calibration import link as device_link
-from offload.calibration import startup
-from offload.calibration.kernels import NO_KERNELS
 from offload.calibration.link import copy_bytes_per_s, device_link_bytes_per_s, link_bytes_per_s
+from offload.engine.setup import Setup
 from offload.memory.plan import MemoryPlan
-from offload.planning.cost_model import Curve, Traffic
-from offload.planning.selector import RunSettings, TreeSelector
-from offload.sampling_options import Sampling
+from offload.planning.choice import TreeRoom, most_nodes
+from offload.planning.cost_model import Traffic
+from offload.planning.knowledge import Knowledge, LinkRate
 from offload.streaming.disk import DiskReader, allocate
-from offload.threads import ThreadPolicy
 from offload.trees.spec import parse_tree
 
 
@@ -81,15 +78,12 @@ def test_experts_that_the_host_has_no_room_for_come_as_fast_as_the_disk(monkeypa
 
 @pytest.mark.parametrize(("streams_from", "asked", "link"), [(256, [2048], 5.0), (1 << 20, [], math.inf)])
 def test_the_link_is_measured_where_only_larger_trees_than_usual_stream(
-    streams_from: int, asked: list[int], link: float, monkeypatch: pytest.MonkeyPatch
+    streams_from: int, asked: list[int], link: float
 ) -> None:
     """The mistake that was: what streams with larger trees was taken to come in no time, and they were chosen."""
-    monkeypatch.setattr(startup, "sweep_curve", lambda *_: Curve((1,), (1.0,)))
-    target: Any = SimpleNamespace(torch_device=torch.device("cpu"), layer_layouts=[None], typical_layer=0)
-    trees = TreeSelector(
-        parse_tree("auto"), lambda *_: (None, ""), lambda num: Traffic(100 if num >= streams_from else 0, 0)
-    )
-    of = list[int]()
-    how: Any = {"threads": ThreadPolicy.fixed(1), "choice": NO_KERNELS, "link": lambda num: of.append(num) or 5.0}
-    startup.calibrate(trees, target, None, lambda _: None, RunSettings(Sampling(), "match"), **how)  # type: ignore[arg-type, return-value]
-    assert of == asked and trees.link_bytes_per_s == link
+    room = TreeRoom(lambda num: Traffic(100 if num >= streams_from else 0, 0))
+    sizes = list[int]()
+    largest = most_nodes(parse_tree("auto"), Knowledge(), room)
+    setup: Any = SimpleNamespace(room=room, link=lambda num: sizes.append(num) or LinkRate(5.0))
+    found = Setup.startup_link(setup, largest)
+    assert sizes == asked and found.bytes_per_s == link

@@ -32,8 +32,9 @@ from offload.engine.sequence import StepMetrics
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
 from offload.options import OutputOptions
+from offload.planning.choice import TreeChoice
 from offload.planning.cost_model import Prediction, StepTime
-from offload.planning.selector import TreeChoice
+from offload.planning.knowledge import Provenance
 from offload.stats import Stats
 from offload.trees.spec import label_of
 from offload.trees.topology import DynamicShape, Shape, best_first, chain
@@ -91,16 +92,21 @@ def test_a_proof_is_one_plain_sentence() -> None:
 
 def test_what_runs_is_told_in_two_lines() -> None:
     best = predicted("dynamic:64x8")
-    measured = TreeChoice(best.shape, "measured", 4.0, (best,), is_measured=True)
+    measured = TreeChoice(best.shape, "measured", 4.0, (best,), acceptance=Provenance.MEASURED)
     named = TreeChoice(SHAPES["64x8"], "named", 3.25)
     decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
     for ranks, name in ((None, "Llama-70B"), ("shards", "Llama-70B on rank 0")):
         options: Any = SimpleNamespace(model="/models/Llama-70B/", ranks=ranks)
         assert Loading(options).model_name == name
     place = "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a pass from disk"
+    assumed = measured._replace(acceptance=Provenance.ASSUMED)
     for draft, choice, told in (
         ("Llama-1B", measured, "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected"),
-        ("Llama-1B", measured._replace(is_measured=False), "draft Llama-1B, tree dynamic:64x8, at best 8.00 tokens/s"),
+        (
+            "Llama-1B",
+            assumed,
+            "draft Llama-1B, tree dynamic:64x8, at best 8.00 tokens/s",
+        ),
         ("Llama-1B", named, "draft Llama-1B, tree 64x8, 3.2 tokens a pass expected"),
         ("draft", named, "draft, tree 64x8, 3.2 tokens a pass expected"),  # a folder called draft is named once
     ):

@@ -1,7 +1,6 @@
 """`chain:auto` and `lenience` of whole decoders: the same text, room for the longest chain, figures that add up."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import offload
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.planning.chains import ChainPolicy
 from offload.planning.cost_model import StepTime
 from offload.sampling_options import Sampling
 from offload.trees.spec import MAX_CHAIN
@@ -29,11 +27,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(autouse=True)
 def paper_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny draft costs as much as its target, and no chain would pay; here a step is a tenth of a sweep."""
-
-    def of(alpha: float, _costs: object, _traffic: object, most: int) -> ChainPolicy:
-        return ChainPolicy(alpha, tuple(StepTime(0.1 * gamma, 1.0, 0.0, 0.0) for gamma in range(most + 1)))
-
-    monkeypatch.setattr("offload.planning.selector.ChainPolicy.from_costs", of)
+    monkeypatch.setattr(
+        "offload.planning.choice.step_time", lambda _, __, shape, ___: StepTime(shape.depth / 10, 1, 0, 0)
+    )
+    monkeypatch.setattr("offload.engine.run_trees._SELDOM", 0)
 
 
 @pytest.fixture(scope="module")
@@ -44,34 +41,27 @@ def decoder(models: Pair) -> Iterator[Decoder]:
 
 def test_memory_has_room_for_the_longest_chain(models: Pair, decoder: Decoder) -> None:
     assert decoder.plan.num_nodes == 1 + MAX_CHAIN and decoder.plan.distribution_bytes > 0
-    choice = decoder.tree_choice(Sampling())
-    assert choice.chains is not None and choice.chains.max_length == MAX_CHAIN > choice.shape.depth > 0
+    assert MAX_CHAIN > decoder.tree_choice(Sampling()).shape.depth > 0
     ram = streaming_ram(*models, context=160, num_nodes=9)
     with offload.load(*models, ram, "chain:auto", **HOW) as small:
-        chains = small.tree_choice(Sampling()).chains
-        assert chains is not None and 8 <= chains.max_length == small.plan.num_nodes - 1
+        assert 9 <= small.plan.num_nodes <= 1 + MAX_CHAIN
         wanted = small.generate(PROMPT, max_new_tokens=NUM_NEW, tree="none").token_ids
         assert small.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
     with offload.load(*models, "1GiB", "chain:auto", **{**HOW, "context": 9}) as short:
-        chains = short.tree_choice(Sampling()).chains
-        assert chains is not None and chains.max_length == 8, "a chain must be less deep than the context"
+        assert 0 < short.tree_choice(Sampling()).shape.depth <= 8, "a chain must be less deep than the context"
 
 
 @pytest.mark.parametrize("sampling", [{}, WARM], ids=["greedy", "warm"])
 def test_lengths_follow_what_came_true_and_the_text_does_not_change(decoder: Decoder, sampling: dict[str, Any]) -> None:
     """With `match`, where one seed gives one text."""
-    plain, found = (
-        decoder.generate(PROMPT, max_new_tokens=NUM_NEW, rule="match", tree=tree, **sampling) for tree in ("none", None)
-    )
-    assert found.token_ids == plain.token_ids and plain.stats.chain_lengths == []
-    stats, chains = found.stats, found.tree_choice.chains
-    assert chains is not None and len(set(stats.chain_lengths)) > 1
-    assert len(stats.chain_lengths) == len(stats.accepted_per_sweep) == stats.num_sweeps
-    assert stats.tree_depth == max(found.tree_choice.shape.depth, *stats.chain_lengths)
-    assert all(new <= 1 + length for new, length in zip(stats.accepted_per_sweep, stats.chain_lengths, strict=True))
+    plain = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, rule="match", tree="none", **sampling)
+    run = decoder.run(PROMPT, Sampling(**sampling), max_new_tokens=NUM_NEW, rule="match")
+    lengths = [run.sequence.shape.depth for _ in run]
+    assert run.result().token_ids == plain.token_ids
+    assert len(set(lengths)) > 1, "one miss and the belief falls"
+    stats = run.result().stats
+    assert all(new <= 1 + max(lengths) for new in stats.accepted_per_sweep)
     assert stats.first_guess.mean is not None and 0 < stats.first_guess.mean < 1
-    worse = [b <= a for a, b in pairwise(stats.chain_lengths)]
-    assert any(worse), "one miss and the belief falls"
 
 
 def test_alpha_is_told_where_the_drafts_distribution_is_known(decoder: Decoder) -> None:

@@ -1,7 +1,6 @@
 """Many texts in one pass: each has the tokens that it has alone, whichever joins, leaves or fails; and their memory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +26,9 @@ from offload.errors import UserError
 from offload.memory.planner import least_budget
 from offload.model.tree_model import TreeModel
 from offload.planning.acceptance import SMALL, AcceptancePrior
+from offload.planning.choice import TreeRoom, most_nodes
 from offload.planning.cost_model import Traffic
-from offload.planning.selector import TreeSelector
+from offload.planning.knowledge import Knowledge
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 
@@ -289,16 +289,15 @@ def test_chains_that_grow_leave_room_for_those_of_others(pair: Pair, tree: str) 
     """Their lengths change as steps go by: what memory was planned for is shared out before."""
     with opened(pair, tree, parallel=3) as decoder:
         run = decoder.start(Request(LENGTHY, GREEDY, 4, tree="chain:auto"))
-        chains = run.tree_choice.chains
-        assert chains is not None and 3 * (1 + chains.max_length) <= decoder.plan.num_nodes
+        assert 3 * (1 + run.tree_choice.shape.depth) <= decoder.plan.num_nodes
 
 
 @pytest.mark.parametrize(("tree", "usual", "wanted"), [("chain:auto", SMALL, 40), ("auto", None, 32)])
 def test_trees_of_all_texts_have_room_together(tree: str, usual: AcceptancePrior | None, wanted: int) -> None:
     """Chains have five nodes each, guesses four: what one text has room for is too much for eight."""
     room = Traffic(1000, 100)
-    trees = TreeSelector(parse_tree(tree), lambda *_: (None, ""), lambda num: room if num <= 40 else None, context=200)
-    assert replace(trees, parallel=8, usual=usual).most_nodes == wanted
+    trees = TreeRoom(lambda num: room if num <= 40 else None, context=200, parallel=8)
+    assert most_nodes(parse_tree(tree), Knowledge(prior=usual), trees) == wanted
 
 
 def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +367,7 @@ def test_a_larger_tree_that_is_not_chosen_takes_nothing(
     num_nodes: int, pair: Pair, ram_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
-    monkeypatch.setattr(TreeSelector, "planned_nodes", lambda *_: num_nodes)
+    monkeypatch.setattr("offload.engine.run_trees.planned_nodes", lambda *_: num_nodes)
     with offload.load(*pair, ram_bytes, "auto", context=CONTEXT, threads=1, profile="none") as decoder:
         assert decoder.plan.num_nodes == num_nodes and decoder.plan.is_streamed == (num_nodes == 64)
         assert decoder.invariance.holds == decoder.plan.is_streamed, decoder.invariance.reason

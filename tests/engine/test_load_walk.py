@@ -28,6 +28,7 @@ CALLED_FROM_BELOW = {
     "calibration.threads",  # what is timed
     "drafting.lookup",  # names the next child of a node of a tree that grows
     "engine.build",  # bytes and layers that have landed
+    "engine.run_trees",  # says what one more pass of the draft would cost
     "engine.load",  # its signature is made of a record
     "memory.planner",  # its plans are remembered
     "model.headers",  # layers are described once

@@ -16,6 +16,7 @@ from offload.engine.request import Request
 from offload.engine.resolve import resolve
 from offload.errors import UserError
 from offload.planning.hardware import KNOWN, Assumptions
+from offload.planning.knowledge import LinkRate, Provenance
 from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
 from offload.sampling_options import Sampling
@@ -94,16 +95,16 @@ def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str],
     options = LoadOptions(*pair, ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
     estimate(options, has_packing=False)
     assert [(one["limit_bytes_per_s"], one["open_source"]) for one in asked] == [(1_000_000, DiskReader)]
-    resolve(options, open_source=Elsewhere).measure_link(1)
+    resolve(options, open_source=Elsewhere).link(1)
     assert asked[-1]["open_source"] is Elsewhere, "weights that come from elsewhere come at another rate"
 
 
 def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
     machine = KNOWN["l40"]
     setup = resolve(LoadOptions(*pair, context=128), assumed=Assumptions(machine))
-    assert setup.is_elsewhere and setup.device is HOST and setup.budget.gpu_bytes == machine.gpu_bytes
-    assert setup.measure_link(1) == machine.feed_bytes_per_s and not setup.notes
-    profile, why = setup.tree_selector(Sampling()).find(Sampling(), "match")
+    assert not setup.is_here and setup.device is HOST and setup.budget.gpu_bytes == machine.gpu_bytes
+    assert setup.link(1) == LinkRate(machine.feed_bytes_per_s, Provenance.GIVEN) and not setup.notes
+    profile, why = setup.find_profile(Sampling(), "match")
     assert profile is None and why
     with pytest.raises(UserError, match="is of this machine"):
         resolve(LoadOptions(*pair, device="cpu"), assumed=Assumptions(machine))

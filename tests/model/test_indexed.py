@@ -50,7 +50,7 @@ from offload.model.mixers.selection import Pool, TopBlocks, TopK, index_scores, 
 from offload.model.parts import BatchMask, BatchPart
 from offload.model.path_attention import path_attention, path_rows
 from offload.model.tree_model import TreeModel
-from offload.planning.shares import require_no_states
+from offload.planning.budget import require_no_states
 
 # with an index for each layer, with one that layers share, and of pools, beside a recurrence
 KINDS = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text")

@@ -48,7 +48,7 @@ from offload.model.recurrent_rows import (
 )
 from offload.model.thread_team import TEAM
 from offload.model.tree_model import TreeModel
-from offload.planning.shares import require_no_states
+from offload.planning.budget import require_no_states
 
 KINDS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "zamba2")
 TREES = ("none", "chain:3", "8x3", "dynamic:16x4")

@@ -1,14 +1,19 @@
 """The formulas of Leviathan et al. (2211.17192) against their tables, and the lengths of chains that follow."""
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from known import selector
 
-from offload.planning.chains import ChainPolicy, best_length, tokens_per_pass
+from offload.planning.acceptance import SMALL
+from offload.planning.choice import TreeChoice, chain_tokens
 from offload.planning.cost_model import Costs, Curve, Traffic
+from offload.planning.knowledge import ObservedPass
+from offload.sampling_options import Sampling
 from offload.stats import RunningMean
+from offload.trees.topology import DEFAULT_ACCEPTANCE, chain
 from offload.trees.verification import acceptance_rate
 
 TABLE_4 = [  # gamma, alpha, c, EXP; the first three are also those of table 2, row by row
@@ -17,7 +22,7 @@ TABLE_4 = [  # gamma, alpha, c, EXP; the first three are also those of table 2, 
     *[(5, 0.65, 0.02, 2.4), (5, 0.73, 0.04, 2.6), (3, 0.74, 0.11, 2.0)],
     *[(5, 0.53, 0.02, 1.9), (3, 0.55, 0.04, 1.8), (3, 0.56, 0.11, 1.6)],
 ]
-MOST = 32
+IN_MEMORY, RUN = Traffic(0, 0), Curve((1,), (1.0,))
 
 
 def wall_clock_gain(alpha: float, gamma: int, cost: float) -> float:
@@ -25,12 +30,18 @@ def wall_clock_gain(alpha: float, gamma: int, cost: float) -> float:
 
     `cost` is c: a draft step over a run of the target.
     """
-    return tokens_per_pass(alpha, gamma) / (gamma * cost + 1)
+    return chain_tokens(alpha, gamma) / (gamma * cost + 1)
 
 
-def paper(cost: float) -> Callable[[int], float]:
-    """What a step takes, in runs of the target."""
-    return lambda gamma: gamma * cost + 1
+def chosen(alpha: float, cost: float, traffic: Traffic = IN_MEMORY, compute: Curve = RUN, **more: Any) -> TreeChoice:
+    """Return the chain where a draft step takes a share c of a run of the target."""
+    tried = Costs(compute_s=compute, draft_step_s=Curve((1,), (cost,)), verify_s=0, link_bytes_per_s=1)
+    prior = SMALL._replace(acceptance=(alpha,))
+    return selector("chain:auto", traffic, prior=prior, tried=tried, **more).for_run(Sampling(), "match")
+
+
+def best_length(alpha: float, cost: float) -> int:
+    return chosen(alpha, cost).shape.depth
 
 
 @pytest.mark.parametrize(("gamma", "alpha", "cost", "expected"), TABLE_4)
@@ -43,11 +54,12 @@ def test_expected_gains_of_table_4(gamma: int, alpha: float, cost: float, expect
 
 def test_the_lengths_of_table_2_are_nearly_the_best() -> None:
     """All within 3 % of the best integer; where alpha is low and curves are sharp they are that integer."""
-    best = [best_length(alpha, MOST, paper(cost)) for _, alpha, cost, _ in TABLE_4]
-    for (gamma, alpha, cost, _), own in zip(TABLE_4, best, strict=True):
-        assert 0.97 <= wall_clock_gain(alpha, gamma, cost) / wall_clock_gain(alpha, own, cost) <= 1
-        assert abs(own - gamma) <= 2
-    assert [own for own, row in zip(best, TABLE_4, strict=True) if own == row[0]] == [5, 3]
+    best = [best_length(alpha, cost) for _, alpha, cost, _ in TABLE_4]
+    for (gamma, alpha, cost, _), length in zip(TABLE_4, best, strict=True):
+        gains = [wall_clock_gain(alpha, num, cost) for num in range(33)]
+        assert gains[length] == max(gains) and gains[gamma] >= 0.97 * max(gains)
+        assert abs(length - gamma) <= 2
+    assert [length for length, row in zip(best, TABLE_4, strict=True) if length == row[0]] == [5, 3]
 
 
 def test_gains_are_those_of_section_3() -> None:
@@ -58,9 +70,8 @@ def test_gains_are_those_of_section_3() -> None:
     # Corollary 3.9: with alpha > c there is a gain, of (1 + alpha) / (1 + c) at least; else no
     # guess is best.
     for alpha, cost in ((0.3, 0.2), (0.21, 0.2), (0.9, 0.5)):
-        gamma = best_length(alpha, MOST, paper(cost))
-        assert wall_clock_gain(alpha, gamma, cost) >= (1 + alpha) / (1 + cost) > 1
-    assert best_length(0.2, MOST, paper(0.2)) == best_length(0.1, MOST, paper(0.2)) == 0
+        assert wall_clock_gain(alpha, best_length(alpha, cost), cost) >= (1 + alpha) / (1 + cost) > 1
+    assert best_length(0.2, 0.2) == best_length(0.1, 0.2) == 0
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9999999, 1.0])
@@ -68,7 +79,7 @@ def test_tokens_of_a_run_are_those_of_a_capped_geometric_variable(alpha: float) 
     for gamma in (0, 1, 7):
         chances = [alpha**n * (1 - alpha) for n in range(gamma)] + [alpha**gamma]
         wanted = sum((n + 1) * chance for n, chance in enumerate(chances))
-        assert tokens_per_pass(alpha, gamma) == pytest.approx(wanted)
+        assert chain_tokens(alpha, gamma) == pytest.approx(wanted)
 
 
 def test_alpha_is_the_overlap_and_a_chance_whatever_rounding_does() -> None:
@@ -86,47 +97,31 @@ def test_alpha_is_the_overlap_and_a_chance_whatever_rounding_does() -> None:
     # It is a chance whatever rounding does.
     p_V = np.array([0.6, 0.4 + 4e-16])
     assert p_V.sum() > 1, "as sums of softmax may be"
-    policy, seen = ChainPolicy.assumed(1.0, MOST), RunningMean()
-    seen.add([acceptance_rate(p_V, p_V)] * 40)
-    assert policy.length(seen) == MOST
-
-
-def test_where_steps_take_what_the_paper_says_the_policy_is_the_papers() -> None:
-    """Everything in memory, a draft step as a share c of a run: then gains and lengths are those of Theorem 3.8."""
-    for _, alpha, cost, _ in TABLE_4:
-        costs = Costs(
-            compute_s=Curve((1,), (2.0,)), draft_step_s=Curve((1,), (2.0 * cost,)), verify_s=0, link_bytes_per_s=1
-        )
-        policy = ChainPolicy.from_costs(alpha, costs, Traffic(0, 0), MOST)
-        assert policy.length() == best_length(alpha, MOST, paper(cost))
-        for gamma in (0, 1, 5, MOST):
-            gain = policy.predicted(0).s_per_token / policy.predicted(gamma).s_per_token
-            assert gain == pytest.approx(wall_clock_gain(alpha, gamma, cost))
-
-
-def streamed(slots_bytes: int, rows_s: float = 0.0) -> ChainPolicy:
-    """A sweep of ten seconds on the link, draft steps of half a second, computing that may grow with the rows."""
-    compute_s = Curve((1, 33), (1.0, 1.0 + 32 * rows_s))
-    costs = Costs(compute_s=compute_s, draft_step_s=Curve((1,), (0.5,)), verify_s=0, link_bytes_per_s=1)
-    return ChainPolicy.from_costs(0.8, costs, Traffic(10, slots_bytes), MOST)
+    assert acceptance_rate(p_V, p_V) <= 1
 
 
 def test_drafting_that_the_link_hides_makes_chains_longer_and_computing_makes_them_shorter() -> None:
-    plain, hidden, computing = streamed(0).length(), streamed(8).length(), streamed(8, rows_s=2.0).length()
-    assert plain == best_length(0.8, MOST, paper(0.05))
+    """A sweep of ten seconds on the link, draft steps of half a second, computing that may grow with the rows."""
+    slow = Curve((1, 33), (1.0, 65.0))
+    plain, hidden, computing = (
+        chosen(0.8, 0.5, Traffic(10, slots), compute).shape.depth for slots, compute in ((0, RUN), (8, RUN), (8, slow))
+    )
+    assert plain == best_length(0.8, 0.05)
     assert hidden >= 16 > plain > computing
 
 
-def test_a_run_believes_its_own_guesses_the_more_it_has_seen() -> None:
-    policy, seen = ChainPolicy.assumed(0.8, MOST), RunningMean()
-    lengths = [policy.length(seen)]
-    for _ in range(40):
-        seen.add([0.2] * 5)
-        lengths.append(policy.length(seen))
-    assert lengths == sorted(lengths, reverse=True) and lengths[0] == policy.length() > 5
-    assert lengths[-1] == best_length(policy.belief(seen), MOST, paper(0.05)) <= 2
-    assert policy.belief(seen) == pytest.approx((16 * 0.8 + 200 * 0.2) / 216)
-    assert ChainPolicy.assumed(0.8, 3).length() == 3, "memory has no room for more"
+def test_chains_follow_those_that_were_run_the_more_were_seen() -> None:
+    """Nothing is known of costs: a draft step is a twentieth of a pass."""
+    trees = selector("chain:auto")
+    first = trees.for_run(Sampling(), "match")
+    lengths = [first.shape.depth]
+    for _ in range(60):
+        trees.observe(ObservedPass([chain(5)], [6], [1], 1.0, 9.0, 0.0, 0))  # every first guess is wrong
+        lengths.append(trees.for_run(Sampling(), "match").shape.depth)
+    assert lengths[0] > 5 and lengths == sorted(lengths, reverse=True) and lengths[-1] <= 2
+    prior = DEFAULT_ACCEPTANCE[0]
+    assert trees.knowledge.passes.chain_alpha(prior) == pytest.approx(16 * prior / (16 + 48))
+    assert "alpha" in first.why and selector("chain:auto", max_nodes=4).for_run(Sampling(), "match").shape.depth == 3
     # An estimate knows how far it is to be trusted.
     values = np.random.default_rng(5).random(300)
     found = RunningMean()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from offload.distributed.sharding import Gathers
+from offload.distributed.shares import Load, RankCapacity, _link_s, shard_fractions, stage_layers, stage_link_s
 from offload.errors import UserError
 from offload.planning.hardware import KNOWN, Hardware, read_hardware
-from offload.planning.shares import Load, RankCapacity, _link_s, shard_fractions, stage_layers, stage_link_s
 
 GB = 10**9
 

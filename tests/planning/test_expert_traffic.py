@@ -6,12 +6,12 @@ to read for a token, and what the same sums say with the shares that were counte
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from expected import rank_trees
+from known import known_of, selector
 from mixture_headers import mixture
 from plans import make_plan, model_shape
 
@@ -19,12 +19,12 @@ from offload.checkpoint.checkpoint import ModelFiles
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import plan_memory
 from offload.planning.budget import traffic_in, with_experts
-from offload.planning.chains import ChainPolicy
+from offload.planning.choice import TreeRoom, most_nodes
 from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
+from offload.planning.profile import ExpertUses
 from offload.planning.search import TreeSearch
-from offload.planning.selector import TreeSelector, routing_in
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, SIZES, check_acceptance
@@ -114,31 +114,26 @@ def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> No
 
 def test_chains_growth_and_guesses_pay_for_their_rows() -> None:
     moved, layers, known = traffic(kept=0.2), Traffic(int(traffic(kept=0.2).bytes_at(1)), 0), costs(pass_s=0.05)
-    assert (
-        ChainPolicy.from_costs(0.8, known, moved, 16).length() < ChainPolicy.from_costs(0.8, known, layers, 16).length()
-    )
-    trees = trees_with(moved)
-    trees.costs, trees.link_bytes_per_s = known, LINK
+    short, long = (selector("chain:auto", seen, tried=known, link=LINK) for seen in (moved, layers))
+    assert short.for_run(Sampling(), "match").shape.depth < long.for_run(Sampling(), "match").shape.depth
+    trees = selector(traffic=moved, tried=known, link=LINK)
     steps = [trees.step_s(num_rows, (1,)) for num_rows in (1, 2, 8, 32)]
     assert steps == sorted(set(steps)) and steps[-1] > 2 * steps[0]
-    trees.routing = ExpertRouting(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1)))
+    routing = ExpertRouting(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1)))
+    trees = selector(traffic=moved, tried=known, link=LINK, routing=routing)
     assert trees.step_s(32, (1,)) == pytest.approx(trees.step_s(1, (1,))), "what was counted is what counts"
     assert trees.step_s(32, (1,)) < steps[0]
-    assert trees.ahead_rows() == moved.routed_by(trees.routing).ahead_rows(trees.costs)
-
-
-def trees_with(moved: Traffic, **how: Any) -> TreeSelector:
-    return TreeSelector(parse_tree("auto"), lambda *_: (None, "none"), lambda _: moved, **how)
+    assert trees.ahead_rows() == moved.routed_by(routing).ahead_rows(trees.knowledge.costs)
 
 
 def test_a_tree_of_guesses_has_room_while_one_row_reads_no_more() -> None:
     def of(size: int) -> Traffic:
         return traffic(kept=0.3 - (0.0 if size <= 16 else 0.1))
 
-    trees = TreeSelector(parse_tree("auto"), lambda *_: (None, "none"), of, usual=None)
-    assert trees.most_nodes == 16
-    assert trees_with(traffic(kept=0.3), usual=None).most_nodes == 64
-    assert trees_with(traffic(kept=0.3), usual=None).for_run(Sampling(), "match").shape.num_nodes == 64
+    unranked = known_of(prior=None)
+    assert most_nodes(parse_tree("auto"), unranked, TreeRoom(of)) == 16
+    assert most_nodes(parse_tree("auto"), unranked, TreeRoom(lambda _: traffic(kept=0.3))) == 64
+    assert selector(traffic=traffic(kept=0.3), prior=None).for_run(Sampling(), "match").shape.num_nodes == 64
 
 
 def test_a_second_pool_spares_the_disk() -> None:
@@ -164,11 +159,8 @@ def test_a_second_pool_spares_the_disk() -> None:
 
 def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
     """The shares of experts are of texts: where all rows ask for the same ones, they add no bytes."""
-    uses = SimpleNamespace(uses_LE=[[1000] * 8 + [0] * 120] * 48, num_rows=1000)
-    profile: Any = SimpleNamespace(expert_uses=uses)
-    routing = routing_in(profile)
-    assert routing is not None and routing.distinct(32) == pytest.approx(48 * 8, rel=0.2)
-    assert routing_in(None) is None and routing_in(cast(Any, SimpleNamespace(expert_uses=None))) is None
+    routing = ExpertUses(((1000,) * 8 + (0,) * 120,) * 48, 1000).routing
+    assert routing.distinct(32) == pytest.approx(48 * 8, rel=0.2)
     moved = traffic(kept=0.1)
     told = moved.routed_by(routing)
     assert told.bytes_at(8) < 0.1 * moved.bytes_at(8) and moved.routed_by(None) is moved

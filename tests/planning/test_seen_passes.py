@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from expected import rank_trees
+from known import selector
 from matrix import matrix
 
+from offload.engine.run_trees import TreeSelector
+from offload.planning.choice import TrafficOf
 from offload.planning.cost_model import Costs, Curve, Prediction, StepTime, Traffic, step_time
-from offload.planning.profile import Profile
+from offload.planning.knowledge import ObservedPass, ObservedPasses, with_misses
 from offload.planning.search import TreeSearch
-from offload.planning.seen import ObservedPass, ObservedPasses, with_misses
-from offload.planning.selector import TreeSelector
 from offload.sampling_options import Sampling
-from offload.trees.spec import parse_tree
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, Topology, chain, check_acceptance
 
 GB = 10**9
@@ -93,14 +93,9 @@ MACHINES = {
 }
 
 
-def no_profile(*_: object) -> tuple[Profile | None, str]:
-    return None, "none here"
-
-
-def trees_with(machine: Machine, costs: Costs) -> TreeSelector:
-    found = TreeSelector(parse_tree("auto"), no_profile, lambda _: machine.traffic, costs=costs, max_nodes=MOST_NODES)
-    found.parallel, found.link_bytes_per_s = 16, costs.link_bytes_per_s
-    return found
+def trees_with(machine: Machine, costs: Costs, traffic_of: TrafficOf | None = None) -> TreeSelector:
+    room = {"max_nodes": MOST_NODES, "parallel": 16}
+    return selector("auto", traffic_of or machine.traffic, **room, tried=costs, link=costs.link_bytes_per_s)
 
 
 def chosen(trees: TreeSelector, num_texts: int) -> Shape:
@@ -131,7 +126,7 @@ def passes(machine: Machine, trees: TreeSelector, num_texts: int, num_passes: in
         stall_s = max(0.0, step.sweep_s - step.compute_s) * (step.link_s > step.compute_s)
         nodes, times = [shape.num_nodes] * num_texts, (step.draft_s, sweep_s, stall_s)
         link = (machine.streamed_bytes, machine.streamed_bytes / GB)
-        trees.took(ObservedPass([shape] * num_texts, nodes, tokens, *times, *link))
+        trees.observe(ObservedPass([shape] * num_texts, nodes, tokens, *times, *link))
 
 
 def believed(machine: Machine, how: str, num_texts: int) -> Costs:
@@ -180,7 +175,7 @@ def test_passes_correct_what_was_believed(name: str, num_texts: int, how: str) -
 
 def test_what_was_believed_alone_would_be_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the passes would have had nothing to correct."""
-    monkeypatch.setattr(TreeSelector, "took", lambda self, one: None)
+    monkeypatch.setattr(TreeSelector, "observe", lambda self, one: None)
     found = [mean_cost(MACHINES["mixed"], "half", num, 0) for num in (1, 2, 4, 8, 16)]
     assert max(found) > 1.2, found
 
@@ -225,7 +220,7 @@ def test_a_tree_that_is_hardly_quicker_takes_no_room_from_prompts(name: str, num
     def traffic_of(num_nodes: int) -> Traffic:
         return machine.traffic._replace(prompt_rows=512 if num_nodes < num_texts * fastest.num_nodes else 256)
 
-    beside = replace(trees_with(machine, machine.costs(num_texts)), traffic_of=traffic_of)
+    beside = trees_with(machine, machine.costs(num_texts), traffic_of)
     choice = beside.for_run(Sampling(), "match", num_texts=num_texts)
     first_s = choice.candidates[0].s_per_token
     is_smaller = choice.shape.num_nodes < fastest.num_nodes
@@ -234,24 +229,11 @@ def test_a_tree_that_is_hardly_quicker_takes_no_room_from_prompts(name: str, num
     assert taken_s / (choice.tokens_per_sweep * num_texts) <= 1.03 * first_s
 
 
-class Overtaken(tuple):
-    """Shapes of a pass while which are looked at the decoder's thread adds another pass."""
-
-    passes: ObservedPasses
-
-    def __getitem__(self, index: int) -> Shape:
-        self.passes.add(ObservedPass([chain(2)], [3], [1], 0.1, 1.0, 0.0, 5))
-        self.passes.add(ObservedPass([chain(2)] * 3, [3] * 3, [1] * 3, 0.1, 1.0, 0.0, 5))
-        return super().__getitem__(index)
-
-
 def test_a_pass_may_end_while_a_server_asks_for_a_tree() -> None:
     """The mistake that was: another thread's request failed, since what it went through had grown."""
-    passes = ObservedPasses()
-    for _ in range(4):
-        shapes = Overtaken([chain(2)])
-        shapes.passes = passes
-        passes.add(ObservedPass(shapes, [3], [2], 0.1, 1.0, 0.0, 5))
-    known = Machine(0.5, 1e-3, 0.0, 0).costs(1)
-    assert passes.costs(known, 1, 0).compute_s.at(3) > 0
-    assert len(passes.corrected_acceptance(USUAL, lambda p_K, *size: 1 + p_K[0])) == len(USUAL)
+    before = ObservedPasses()
+    after = before.with_pass(ObservedPass([chain(2)], [3], [2], 0.1, 1.0, 0.0, 5))
+    assert not before.has_passes and before.among(1) == ()
+    for _ in range(99):
+        after = after.with_pass(ObservedPass([chain(2)] * 3, [3] * 3, [1] * 3, 0.1, 1.0, 0.0, 5))
+    assert len(after.among(3)) == 48 and len(after.among(1)) == 1

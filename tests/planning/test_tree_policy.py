@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from expected import expected_tokens
+from known import selector
 from plans import model_shape
 from test_device_planner import CONFIGS, GIB
 
@@ -20,12 +21,12 @@ from offload.memory.planner import plan_memory
 from offload.model.headers import describe
 from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, measured_acceptance, tokens_per_sweep
 from offload.planning.budget import budget_of
+from offload.planning.choice import TreeChoice, TreeRequest, TreeRoom, choose, planned_nodes
 from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
 from offload.planning.search import TreeSearch, range_for
-from offload.planning.selector import TreeChoice, TreeSelector
 from offload.reports import estimate as estimating
 from offload.reports.drafts import compare_drafts
 from offload.reports.estimate import estimate
@@ -114,9 +115,7 @@ def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files
             assert is_predicted(pair, tree, choice), tree
             assert is_predicted(pair, tree, choice, path), "yields do not depend on the machine"
             if parse_tree(tree).kind == "best":
-                spec = parse_tree(tree)
-                known = TreeSelector(spec, lambda *_: (profile, ""))
-                assert choice.shape == known.for_run(Sampling(), profile.identity.rule).shape
+                assert choice.shape == chosen(tree, profile, profile.identity.rule).shape
 
 
 def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
@@ -135,7 +134,7 @@ DEFAULT = [*DEFAULT_ACCEPTANCE, *[0.0] * 32]
 
 
 def chosen(tree: str, profile: Profile | None, rule: str = "match") -> TreeChoice:
-    return TreeSelector(parse_tree(tree), lambda *_: (profile, "")).for_run(Sampling(), rule)
+    return selector(tree, find=lambda *_: (profile, "")).for_run(Sampling(), rule)
 
 
 def test_a_named_tree_follows_the_traces_where_they_know_more(files: ModelFiles) -> None:
@@ -224,10 +223,9 @@ def usual_profile(costs: Costs) -> Profile:
 class Capped(Setup):
     """Planted: a way to trees that has a cap of its own, as each caller once had."""
 
-    def tree_selector(self, sampling: Sampling) -> TreeSelector:
-        found = super().tree_selector(sampling)
-        found.max_nodes = 512
-        return found
+    @property
+    def room(self) -> TreeRoom:  # type: ignore[override]
+        return TreeRoom(self.traffic_of, 512, self.minimal_plan.context)
 
 
 def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "") -> dict[str, str]:
@@ -254,13 +252,13 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
         )
     options = replace(options, profile="none")
     setup = Setup(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
-    trees = seen_by("generate", setup).tree_selector(Sampling())
-    trees.find = lambda *_: (profile, "")
-    settled = trees.planned_nodes(Sampling(), "match")
-    decoded = trees.for_run(Sampling(), "match")
+    known = setup.knowledge(setup.settings()).with_profile(profile, "")
+    room = seen_by("generate", setup).room
+    settled = planned_nodes(setup.tree, known, room, "match")
+    decoded = choose(setup.tree, known, TreeRequest(room))
     num_nodes = decoded.shape.num_nodes
     assert num_nodes <= settled <= 4 * num_nodes, "memory is planned for the tree that was chosen, and for it to grow"
-    assert trees.traffic_at(settled) == trees.traffic_at(num_nodes), "as far as no more bytes move for that"
+    assert room.traffic_of(settled) == room.traffic_of(num_nodes), "as far as no more bytes move for that"
     return {
         "plan": label_of(plan.predictions[-1].shape),
         "generate": label_of(decoded.shape),

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from expected import expected_tokens, rank_trees
+from known import selector
 
 from offload import timer
 from offload.calibration import threads as probe
@@ -34,9 +35,7 @@ from offload.planning.cost_model import (
     overlapped_s,
     step_time,
 )
-from offload.planning.profile import Profile
 from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, search
-from offload.planning.selector import TreeSelector
 from offload.rules import RULES
 from offload.sampling_options import Sampling
 from offload.trees.spec import parse_tree
@@ -255,16 +254,12 @@ def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
     assert 0.97 < np.mean(held_out) < 1.005
 
 
-def no_profile(*_: object) -> tuple[Profile | None, str]:
-    return None, "none here"
-
-
 def test_trees_without_any_measurement_fall_back_and_named_ones_are_as_named() -> None:
-    choice = TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
+    choice = selector().for_run(Sampling(), RULE)
     assert choice.shape == DynamicShape(64, 16) and "nothing was measured" in choice.why
-    small = TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
+    small = selector(max_nodes=8)
     assert small.for_run(Sampling(), RULE).shape.num_nodes == 8
-    trees = TreeSelector(parse_tree("16x4"), no_profile, lambda _: Traffic(0, 0), max_nodes=32, context=8)
+    trees = selector("16x4", max_nodes=32, context=8)
     assert trees.for_run(Sampling(), RULE).shape == best_first(P_K, 16, 4)
     assert trees.for_run(Sampling(), RULE, "chain:3").shape == chain(3)
     with pytest.raises(UserError, match="64 nodes, memory was planned for 32"):
@@ -275,7 +270,7 @@ def test_trees_without_any_measurement_fall_back_and_named_ones_are_as_named() -
 
 @pytest.mark.parametrize("measured", [None, costs(row_s=2e-3)])
 def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | None) -> None:
-    trees = TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), 1e9, measured)
+    trees = selector(traffic=Traffic(10**9, 0), link=1e9, tried=measured)
     for rule in RULES:
         choice = trees.for_run(Sampling(), rule)
         assert choice.is_dynamic == (rule in ("match", "topk")), rule
@@ -286,8 +281,7 @@ def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | N
 
 
 def test_trees_choose_by_what_was_measured_and_by_todays_link() -> None:
-    policies = [TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), link, costs(row_s=2e-3))
-                for link in (1e11, 1e8)]  # fmt: skip
+    policies = [selector(traffic=Traffic(10**9, 0), link=link, tried=costs(row_s=2e-3)) for link in (1e11, 1e8)]
     fast, slow = (trees.for_run(Sampling(), RULE).shape.num_nodes for trees in policies)
     assert fast < slow
 
@@ -391,7 +385,6 @@ def test_a_copy_has_no_tree_larger_than_those_that_were_counted() -> None:
     """What larger ones would yield was never seen, and their passes over the copy's weights are wide."""
     fast = costs(row_s=1e-6, draft_s=1e-6)
     small, copy = (
-        TreeSelector(parse_tree("auto"), no_profile, lambda _: Traffic(10**10, 0), 1e8, fast, usual=prior)
-        for prior in (SMALL, COPIES[4])
+        selector(traffic=Traffic(10**10, 0), link=1e8, tried=fast, prior=prior) for prior in (SMALL, COPIES[4])
     )
     assert copy.for_run(Sampling(), RULE).shape.num_nodes <= 128 < small.for_run(Sampling(), RULE).shape.num_nodes

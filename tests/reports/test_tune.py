@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice
+from known import selector
 from plans import plan_memory
 from quantised import save_quantised
 from tiny import VOCAB_SIZE, Pair, random_ids, streaming_ram
@@ -36,7 +37,6 @@ from offload.planning.acceptance import bounds_to_count, bursts
 from offload.planning.cost_model import Costs
 from offload.planning.load_options import LoadOptions
 from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder, tuning_text
-from offload.planning.selector import TreeSelector
 from offload.reports import step_costs, windows
 from offload.reports import trace_acceptance as tracer
 from offload.reports import tune as tuning
@@ -177,8 +177,10 @@ def test_profile_is_used_by_load_and_by_nobody_else(pair: Pair, usual: TuneResul
         assert "temperature 0.0, not 0.5" in other.why
     with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
         named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
-        selector = TreeSelector(parse_tree("24x6"), lambda *_: (profile, ""))
-        assert named == selector.for_run(Sampling(), "match") and "traced tokens" in named.why
+        assert (
+            named == selector("24x6", find=lambda *_: (profile, "")).for_run(Sampling(), "match")
+            and "traced tokens" in named.why
+        )
 
 
 class Counting:

@@ -36,6 +36,7 @@ from offload.memory.planner import MemoryPlan
 from offload.memory.tiers import LayerTier
 from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
+from offload.planning.knowledge import LinkRate
 from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
 from offload.streaming.device import HOST
@@ -137,13 +138,13 @@ def test_an_automatic_tree_goes_by_the_link_to_the_card(
     """A copy takes a virtual second, however large: the link of the fake GPU is as slow as that."""
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS[tiers])
-    seen: list[float] = []
+    seen: list[LinkRate] = []
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
-    link = Setup.measure_link
-    monkeypatch.setattr(Setup, "measure_link", lambda setup, most: seen.append(link(setup, most)) or seen[-1])
+    link = Setup.link
+    monkeypatch.setattr(Setup, "link", lambda setup, most: seen.append(link(setup, most)) or seen[-1])
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted[:12]
-    assert seen == [pytest.approx(1 << 16)], "the disk behind it is faster"
+    assert [rate.bytes_per_s for rate in seen] == [pytest.approx(1 << 16)], "the disk behind it is faster"
 
 
 def test_a_run_goes_on_from_one_that_was_stopped(

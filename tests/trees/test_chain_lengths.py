@@ -14,7 +14,7 @@ from tables import LEAST_P, ROOT, VOCAB_SIZE, WRONG_P, TableSampler, distributio
 
 from offload.drafting.join import graft
 from offload.drafting.lookup import Guess, TrieCursor
-from offload.planning.chains import ChainPolicy
+from offload.planning.choice import chain_tokens
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
@@ -33,19 +33,19 @@ Cut = Callable[[TokenTree], TokenTree]  # what a mistaken drafter does to a chai
 def decoded(rule: Rule, draft: str, cut: Cut | None = None) -> tuple[list[int], list[int], list[Acceptance]]:
     """A text of the target's table, written as a decoder writes it; the lengths of its chains, and what was accepted.
 
-    As in `Sequence.lengthen` a chain is as long as earlier steps suggest, here the last alone, so that lengths change.
+    A chain is as long as earlier steps suggest, here the last alone, so that lengths change.
     """
     (target_VV, draft_VV), sampler = pair(draft), TableSampler(WARM, rule)
-    policy, seen = ChainPolicy.assumed(0.5, MOST), RunningMean()
+    alpha = 0.5
     tokens, lengths, steps = [ROOT], list[int](), list[Acceptance]()
     while len(tokens) < NUM_TOKENS:
-        lengths.append(policy.length(seen))
+        lengths.append(max(range(MOST + 1), key=lambda num: chain_tokens(alpha, num) / (1 + 0.05 * num)))
         (tree,) = grow(draft_VV, chain(lengths[-1]), torch.tensor(tokens[-1:]), sampler, len(tokens))
         tree = tree if cut is None else cut(tree)
         steps.append(rule.verify(tree, target_VV[tree.token_N], sampler, len(tokens) - 1))
         tokens += steps[-1].tokens
         last = steps[-1].guesses
-        seen = RunningMean(50, 50 * float(np.mean(last))) if last else RunningMean()
+        alpha = (8.0 + 50 * float(np.mean(last))) / 66 if last else 0.5
     return tokens, lengths, steps
 
 

@@ -1,22 +1,34 @@
-"""Costs and acceptance as observed in passes of trees, correcting those of the calibration.
+"""What is known of a pair of models and a machine: rates, acceptance, and the passes that were run.
+
+One frozen value. Loading, `plan`, `tune` and ranks fill in what they know, and all of them ask the
+same functions of it (`planning.choice`). While a decoder runs, `observe` alone makes another one.
 
 A trial at start runs one layer again and again, whose weights then lie in the processor's cache,
 for one text and with no reader beside it. Real passes tell the rest: what computing takes by rows
 and number of texts, what drafting takes, how fast the link is where it is waited for, and how often
-guesses are accepted. Between observed sizes, and beyond them, what is known is scaled. No torch, no
-clock. Invariant: only the last passes are kept, since machines drift.
+guesses are accepted. Between observed sizes, and beyond them, what is known is scaled.
+
+No torch, no clock. Invariant: a rate says where it comes from, the basis of a choice is reported,
+and only the last passes are kept, since machines drift.
 """
 
 import math
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from offload.planning.cost_model import Costs, Curve, Prediction
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for
+from offload.planning.cost_model import NOTHING, Costs, Curve, Prediction, Traffic, link_alone
+from offload.planning.expert_traffic import ExpertRouting
+from offload.planning.profile import Profile
+from offload.sampling_options import Sampling
 from offload.trees.topology import Floats, Shape
 
 _MOST_SEEN = 48  # passes kept for each number of texts
@@ -27,6 +39,7 @@ _WORTH_TRYING = 1.02  # speedup over the best tree that makes another worth a tr
 _WAITED = 0.1  # share of a sweep: with a longer stall the link limited it
 _MISSES = tuple(2.0 ** (step / 4) for step in range(-8, 7))  # factors on the assumed misses
 _ASSUMED_TREES = 32  # how many observed trees the assumed acceptance is worth
+_ASSUMED_GUESSES = 16  # how many observed guesses of chains it is worth
 
 
 class ObservedPass(NamedTuple):
@@ -63,18 +76,17 @@ class ObservedPass(NamedTuple):
         return self.stall_s > _WAITED * self.sweep_s
 
 
-@dataclass
+@dataclass(frozen=True)
 class ObservedPasses:
-    """The last passes, by how many texts shared them.
+    """The last passes, by how many texts shared them."""
 
-    One thread adds, and any may ask meanwhile: what is looked at is copied first, in one step.
-    """
+    _passes: Mapping[int, tuple[ObservedPass, ...]] = field(default_factory=dict)
 
-    _passes: dict[int, deque[ObservedPass]] = field(default_factory=dict)
-
-    def add(self, observed: ObservedPass) -> None:
-        """Add a finished pass."""
-        self._passes.setdefault(len(observed.shapes), deque(maxlen=_MOST_SEEN)).append(observed)
+    def with_pass(self, observed: ObservedPass) -> "ObservedPasses":
+        """Return these and a finished pass, without the oldest of its kind."""
+        num_texts = len(observed.shapes)
+        passes = (*self._passes.get(num_texts, ()), observed)[-_MOST_SEEN:]
+        return ObservedPasses({**self._passes, num_texts: passes})
 
     @property
     def has_passes(self) -> bool:
@@ -82,10 +94,20 @@ class ObservedPasses:
 
     def among(self, num_texts: int) -> Sequence[ObservedPass]:
         """Return the passes of this many texts, or of the nearest number."""
-        known = self._passes.copy()
-        if not known:
+        if not self._passes:
             return ()
-        return [*known[min(known, key=lambda num: abs(math.log(num / num_texts)))]]
+        return self._passes[min(self._passes, key=lambda num: abs(math.log(num / num_texts)))]
+
+    def chain_alpha(self, alpha: float) -> float:
+        """Return the share of first guesses that come true, by chains; `alpha` counts as a few more."""
+        right = 0
+        tried = 0
+        for observed in (observed for passes in self._passes.values() for observed in passes):
+            for shape, tokens in zip(observed.shapes, observed.tokens, strict=True):
+                if shape.depth == shape.num_nodes - 1:
+                    right += tokens - 1
+                    tried += min(tokens, shape.depth)
+        return (_ASSUMED_GUESSES * alpha + right) / (_ASSUMED_GUESSES + tried)
 
     def costs(self, known: Costs, num_texts: int, slots_bytes: int) -> Costs:
         """Return the known costs, corrected by these passes.
@@ -152,7 +174,7 @@ class ObservedPasses:
         tree's time bounds its neighbours', and a link that was never waited for may be of any
         speed. Mistakes at sizes that were not observed therefore do not last.
         """
-        passes = [*self._passes.get(num_texts, ())]
+        passes = self._passes.get(num_texts, ())
         best = ranked[0]
         times = Counter(observed.most_rows for observed in passes)
         if not times or times[num_texts * best.shape.num_nodes] < _TRIED:
@@ -181,7 +203,7 @@ class ObservedPasses:
         """
         gained = Counter[tuple[int, int]]()
         times = Counter[tuple[int, int]]()
-        for observed in (observed for passes in [*self._passes.values()] for observed in [*passes]):
+        for observed in (observed for passes in self._passes.values() for observed in passes):
             for size, tokens in zip(observed.counted_sizes, observed.tokens, strict=True):
                 # a tree without a guess tells nothing of guesses
                 if size[0] > 1:
@@ -208,6 +230,9 @@ class ObservedPasses:
         return with_misses(
             p_K, misses[min(near, key=lambda index: abs(math.log(expected_tokens(index) / wanted)))]
         )
+
+
+NO_PASSES = ObservedPasses()
 
 
 def with_misses(p_K: Floats, times: float) -> Floats:
@@ -274,3 +299,159 @@ def _rate(observed: ObservedPass, slots_bytes: int) -> float:
     return max(
         observed.num_bytes / (observed.draft_s + observed.sweep_s), ahead_bytes / observed.sweep_s
     )
+
+
+class RunSettings(NamedTuple):
+    """What a tree is chosen for."""
+
+    sampling: Sampling
+    rule: str
+
+
+class Provenance(Enum):
+    """Where a rate comes from, the surest first."""
+
+    MEASURED = "measured"  # on this machine
+    GIVEN = "given"  # by a flag, or by the data sheet of a machine that was named
+    ASSUMED = "assumed"  # in part: what else takes time is left out
+    UNKNOWN = "unknown"
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if nothing that takes time is left out."""
+        return self in (Provenance.MEASURED, Provenance.GIVEN)
+
+
+class LinkRate(NamedTuple):
+    """How fast layers arrive; infinite where nothing streams to a GPU."""
+
+    bytes_per_s: float | None = None
+    source: Provenance = Provenance.UNKNOWN
+
+
+UNKNOWN_LINK = LinkRate()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Knowledge:
+    """What trees are chosen by.
+
+    Args:
+        prior: the acceptance that is assumed; None where no draft ranks candidates.
+        profile: of `offload tune`, for the run that is asked about.
+        note: where that was read, or why there is none.
+        routing: of experts, as counted.
+        link: as it is today; disks drift, so a profile's own may be old.
+        tried: the costs without a profile: tried at start, or of a data sheet.
+        times: whose clocks count. Those of a profile do where they are of this machine.
+        exchange_s: what a pass of several ranks takes beside computing, against its rows.
+        num_threads: the most that this run computes with.
+        passes: the last ones that were run.
+    """
+
+    prior: AcceptancePrior | None = SMALL
+    profile: Profile | None = None
+    note: str = ""
+    routing: ExpertRouting | None = None
+    link: LinkRate = UNKNOWN_LINK
+    tried: Costs | None = None
+    times: Provenance = Provenance.MEASURED
+    exchange_s: Curve | None = None
+    num_threads: int | None = None
+    passes: ObservedPasses = NO_PASSES
+
+    @classmethod
+    def from_files(cls, files: ModelFiles, **known: Any) -> "Knowledge":
+        """Return this of a pair, with the acceptance that is assumed of its kind of draft."""
+        return cls(prior=prior_for(files), **known)
+
+    def observe(self, observed: ObservedPass) -> "Knowledge":
+        """Return this after one more pass."""
+        return replace(self, passes=self.passes.with_pass(observed))
+
+    def with_profile(self, profile: Profile | None, note: str) -> "Knowledge":
+        """Return this for a run that the profile is for."""
+        routing = self.routing if profile is None else profile.routing or self.routing
+        return replace(self, profile=profile, note=note, routing=routing)
+
+    def by_profile_alone(self, profile: Profile) -> "Knowledge":
+        """Return this as the profile has it, its link included."""
+        return replace(self.with_profile(profile, ""), link=UNKNOWN_LINK)
+
+    def with_link(self, link: LinkRate) -> "Knowledge":
+        """Return this with the rate of this machine's link; without one no times of it count."""
+        is_here = self.times is not Provenance.GIVEN
+        times = Provenance.UNKNOWN if is_here and link.source is Provenance.UNKNOWN else self.times
+        return replace(self, link=link, times=times)
+
+    def with_least_costs(self, products_s: Curve, *, counts_link: bool) -> "Knowledge":
+        """Return this with the least that a step takes, where nothing of computing is known.
+
+        Args:
+            products_s: of a pass's products against its rows; `NOTHING` where they were not timed.
+            counts_link: trees are weighed by the link alone, since each row asks for bytes of its own.
+        """
+        if self.costs is not None:
+            return self
+        has_products = products_s is not NOTHING
+        tried = None
+        if self.link.bytes_per_s and (has_products or counts_link):
+            tried = replace(link_alone(self.link.bytes_per_s), compute_s=products_s)
+        return replace(
+            self, tried=tried, times=Provenance.ASSUMED if has_products else Provenance.UNKNOWN
+        )
+
+    @property
+    def is_ranked(self) -> bool:
+        """Return True if a draft ranks every candidate."""
+        return self.prior is not None
+
+    @property
+    def is_copy(self) -> bool:
+        """Return True if that draft is a copy of the target."""
+        return self.prior is not None and self.prior.is_copy
+
+    @property
+    def acceptance(self) -> Profile | AcceptancePrior:
+        """Return the acceptance, measured or assumed."""
+        known = self.profile or self.prior
+        assert known is not None, "something ranks candidates"
+        return known
+
+    @property
+    def basis(self) -> str:
+        """Return in words what the acceptance rests on."""
+        if isinstance(known := self.acceptance, AcceptancePrior):
+            return f"{known.source}, {self.note}"
+        return f"{known.num_tokens} traced tokens, profile of {known.created}"
+
+    @cached_property
+    def costs(self) -> Costs | None:
+        """Return the costs of a step, on today's link; None where computing is not known."""
+        profile = self.profile
+        is_usable = profile is not None and self.num_threads in (None, profile.num_threads)
+        is_usable = is_usable and self.times is Provenance.MEASURED
+        costs = profile.costs if profile is not None and is_usable else self.tried
+        link = self.link.bytes_per_s
+        if costs is None or link is None:
+            return costs
+        compute_s = costs.compute_s
+        if self.exchange_s is not None:
+            compute_s = compute_s.plus(self.exchange_s)
+        return replace(costs, link_bytes_per_s=link, compute_s=compute_s)
+
+    @property
+    def computing(self) -> Provenance:
+        """Return where the times of computing come from; those of products alone are assumed."""
+        return Provenance.UNKNOWN if self.costs is None else self.times
+
+    def costs_of_steps(self, traffic: Traffic) -> Costs | None:
+        """Return the costs, those of a copy as the last passes of a lone text have corrected them.
+
+        A copy's passes are most of what its drafting takes. Of a small draft as much again goes by
+        beside them, once a step: charged to each pass it would end trees too early.
+        """
+        costs = self.costs
+        if costs is None or not self.is_copy:
+            return costs
+        return self.passes.costs_of_passes(costs, traffic.slots_bytes)

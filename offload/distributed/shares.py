@@ -15,8 +15,6 @@ from itertools import accumulate
 from operator import add, itemgetter
 from typing import Any, NamedTuple
 
-from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import MIN_SLOTS, WANTED_SLOTS
@@ -79,22 +77,6 @@ class Load:
     def least_slots_bytes(self) -> int:
         """Return the bytes of the fewest slots that a rank can stream with."""
         return min(self.num_slots, MIN_SLOTS) * max(self.layer_bytes)
-
-
-def require_no_states(files: ModelFiles, dtype: str) -> None:
-    """Raise `UserError` for models that ranks cannot share, since layers keep states or choose."""
-    for checkpoint in files:
-        if checkpoint is None:
-            continue
-        shape = model_shape(checkpoint, dtype)
-        if shape.recurrent.state_bytes:
-            obstacle = "has recurrent or convolutional layers, whose states stay on one rank"
-            raise UserError(f"{checkpoint.name} {obstacle}: leave `ranks` out")
-        if shape.index_bytes_per_token:
-            obstacle = (
-                "has layers that choose by an index what they attend to, which stays on one rank"
-            )
-            raise UserError(f"{checkpoint.name} {obstacle}: leave `ranks` out")
 
 
 def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, ...]:
