@@ -26,6 +26,8 @@ _DOORS = {
     "chat": "`/set`",
     "harness": "lm-eval",
 }
+# told by their help alone, where no other command has it
+_ALONE = {("serve",), ("plan",), ("tune",), ("demo",), ("pack",), ("verify",)}
 _LOADING = ("generate", "chat", "serve", "plan", "tune")
 _HEAD = '''"""Keywords of `Decoder.generate` and `stream`, for editors and type checkers.
 
@@ -71,8 +73,9 @@ def text_arguments() -> str:
 
 
 def _table(group: str) -> str:
-    head = "| flag | of | default | also | meaning |\n|---|---|---|---|---|\n"
-    return f"**{group}**\n\n{head}{''.join(_rows(group))}\n"
+    rows = "".join(_rows(group))
+    head = "| flag | of | default | meaning |\n|---|---|---|---|\n"
+    return f"**{group}**\n\n{head}{rows}\n" if rows else ""
 
 
 def _rows(group: str) -> Iterator[str]:
@@ -83,7 +86,7 @@ def _rows(group: str) -> Iterator[str]:
     seen = set[tuple[tuple[str, ...], ...]]()
     for record in RECORDS:
         for option in options_of(record).values():
-            if option.group != group or option.is_hidden:
+            if option.group != group or option.is_hidden or option.commands in _ALONE:
                 continue
             if (option.flags, option.commands) not in seen:
                 seen.add((option.flags, option.commands))
@@ -99,9 +102,10 @@ def _row(option: Option) -> str:
     is_none = ("None", "False", "", "()")
     shown = [f"`{value}`{place}" for value, place in defaults.items() if str(value) not in is_none]
     doors = [_door(option, door) for door in option.doors if door in _DOORS]
-    commands = ["all that load" if option.commands == _LOADING else ", ".join(option.commands)]
-    shared = (", ".join(cell) for cell in (commands, shown, doors))
-    cells = (cell.replace("|", r"\|") for cell in (names, *shared, option.doc or option.help))
+    commands = "*loading*" if option.commands == _LOADING else ", ".join(option.commands)
+    also = f". Also: {', '.join(doors)}" if doors else ""
+    meaning = f"{option.doc or option.help}{also}"
+    cells = (cell.replace("|", r"\|") for cell in (names, commands, ", ".join(shown), meaning))
     return "".join(f"| {cell} ".replace("  ", " ") for cell in cells) + "|\n"
 
 

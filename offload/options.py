@@ -53,11 +53,9 @@ class ModelChoice:
         "of the target in fewer bits; mtp: layers that its files carry; eagle3:PATH, dflash:PATH: a head made for "
         "it; auto: what is quickest here; +lookup, +store:PATH beside it",
         differs={"tune": {"is_required": True, "help": "small model that guesses ahead, or self:int4, self:int8"}},
-        doc="a small model with the same vocabulary; `self:int4`, `self:int8`: the target "
-        "itself, [rounded while it is read](drafts.md), as its own draft; `mtp`: the MTP layers that its "
-        "files carry; `eagle3:PATH`, `dflash:PATH`: a [head](drafts.md#heads-that-read-the-target) made for it; "
-        "[`auto`](drafts.md#what-auto-does): what trials find to be quickest; all but the first in one process "
-        "alone; `A+lookup+store:PATH` joins others to it",
+        doc="what guesses ahead: a small model, `self:int4` or `self:int8`, `mtp`, "
+        "`eagle3:PATH`, `dflash:PATH`, `auto`; see [drafts](drafts.md); "
+        "`A+lookup+store:PATH` joins others to it",
     )
 
     def names(self) -> tuple[str, str | None]:
@@ -72,7 +70,6 @@ class TalkingModels(ModelChoice):
     demo: bool = option(
         "--demo", default=False, commands=("chat", "serve"), is_setting=False, is_main=True,
         help="a packaged toy in place of --model: it answers questions about Python",
-        doc="the packaged pair, made larger than its memory: it answers questions about Python",
     )
 
     def names(self) -> tuple[str, str | None]:
@@ -99,10 +96,9 @@ class ModelOptions:
             "help": "memory budget; default: a quarter of the size, if that works",
             "is_per_rank": False,
         }},
-        doc="budget for resident layers, slots, embeddings, head, keys and values, activations "
-        "and the draft; the Python process with its imported libraries (about 0.35 GiB) "
-        "comes on top; default: what is free less a quarter of it, "
-        "or less 1 GiB, half at most, where that is more",
+        doc="budget for layers, slots, keys and values, activations and the draft; Python "
+        "(about 0.35 GiB) comes on top; default: what is free less a quarter, or less 1 GiB "
+        "where that is more",
     )
     tree: str = option(
         "--tree", default="auto", metavar="TREE", commands=(*_LOAD, "demo"), group="Guessing",
@@ -114,11 +110,9 @@ class ModelOptions:
                 "help": "largest tree to time; default: what fits, up to 512x24",
             },
         },
-        doc="`auto`: the most tokens per second; `NxD`: static, N nodes, at most D deep; "
-        "`dynamic:NxD`: the same bounds, shaped anew in every step (`grown:NxD` is its older"
-        " spelling); `chain:L`; [`chain:auto`](trees-and-rules.md#chains): a chain as long "
-        "as guesses come true, without a draft as long as they reach; `sequences:KxL`; "
-        "`none`; of `tune` the largest one to time",
+        doc="`auto`, `none`, `NxD` (N nodes, at most D deep), `dynamic:NxD`, `chain:L`, "
+        "[`chain:auto`](trees-and-rules.md#chains), `sequences:KxL`; of `tune` the largest "
+        "to time",
     )
     rule: str = option(
         "--rule", default="match", metavar="RULE", commands=(*_LOAD, "demo"), group="Guessing",
@@ -130,13 +124,11 @@ class ModelOptions:
     config: PathLike | None = option(
         "--config", kind=str, metavar="MODEL", commands=_LOAD, group="Model",
         help="folder or hub id of the model that a GGUF file was made from; see docs/gguf.md",
-        doc="folder or hub id of what a GGUF target was made from: [its config and "
-        "tokenizer](gguf.md#config-and-tokenizer)",
+        doc="folder or hub id of [what a GGUF file was made from](gguf.md#config-and-tokenizer)",
     )
     device: str = option(
         "--device", default="auto", metavar="DEVICE", commands=_LOAD,
         help="device that computes: auto, cpu, cuda or cuda:N",
-        doc="`auto` takes a CUDA device where there is one; `cpu`, `cuda`, `cuda:N`",
     )
     gpu_memory: str | int | None = option(
         "--gpu-mem", metavar="SIZE", reads=ByteSize.parse, commands=_LOAD, differs={"plan": {"is_main": True}},
@@ -147,8 +139,6 @@ class ModelOptions:
         commands=(*_RUN, "plan"), is_main=True,
         help="make room for N tokens, prompt and new ones; default: the model's limit, at most 4096",
         differs={command: {"is_main": False} for command in ("chat", "serve")},  # eight matter first
-        doc="positions to make room for, prompt and new tokens; a smaller one leaves more memory"
-        " to layers",
     )
     dtype: str = option(
         "--dtype", default="auto", metavar="TYPE", choices=DTYPES, commands=_LOAD, group="Model",
@@ -158,34 +148,33 @@ class ModelOptions:
     kv_dtype: str = option(
         "--kv-dtype", default=KV_DTYPES[0], metavar="TYPE", choices=KV_DTYPES, commands=(*_RUN, "plan"),
         help="NOT EXACT with fp8 or int8: the target's keys and values in half the memory, or less",
-        doc="`fp8` or `int8`: the target's keys and values [in half the memory](memory.md#smaller-caches); the "
-        "numbers are no longer the target's own, so the text is NOT exact, but it is one for every tree",
+        doc="NOT exact with `fp8`, `int8`: the target's keys and values [in half the "
+        "memory](memory.md#smaller-caches)",
     )
     draft_dtype: str | None = option(
         "--draft-dtype", metavar="TYPE", commands=_LOAD, group="Guessing",
         help="hold the draft in fewer bits: int8 or int4; default: as it is stored",
-        doc="`int8` or `int4`: hold the draft in [fewer bits](drafts.md) than it is stored in: "
-        "memory for layers, same text",
+        doc="`int8` or `int4`: hold the draft in [fewer bits](drafts.md): same text",
     )
     experts: str = option(
         "--experts", default=EXPERTS[0], metavar="HOW", choices=EXPERTS, commands=_LOAD,
         help="how the experts of a mixture are read: demand (those that a pass needs), layers (all of "
         "them), auto",
-        doc="of a mixture of experts [how they come](experts.md): `demand`: those that a pass "
-        "needs, `layers`: all with their layers; `auto` takes what headers say is quicker",
+        doc="[how experts come](experts.md): `demand`, those that a pass needs; `layers`, all; "
+        "`auto`",
     )
     lenience: float = option(
         "--lenience", default=1.0, metavar="L", commands=_RUN, group="Guessing",
         help="NOT EXACT below 1: more guesses pass, and a token is drawn with up to 1/L times its chance",
-        doc="below 1 the text is [NOT exact](trees-and-rules.md#lenience-faster-and-not-exact): more guesses"
-        " are accepted, and a token is drawn with up to 1/L times its chance",
+        doc="[NOT exact](trees-and-rules.md#lenience-faster-and-not-exact) below 1: more "
+        "guesses pass",
     )
     lookup: bool | None = option(
         "--lookup/--no-lookup", commands=_RUN, group="Guessing",
         help="guess that the text goes on as it did before; default: on without a draft, and with "
         "--tree auto --rule match",
-        doc="[guess](lookup.md) that text goes on as it did before; default: without a draft, "
-        "and with `--tree auto --rule match`",
+        doc="[guess](lookup.md) that text goes on as before; default: without a draft, and with "
+        "`--tree auto --rule match`",
     )
     lookup_length: str = option(
         "--lookup-length", default="1:16", metavar="MIN:MAX", commands=_RUN, group="Guessing",
@@ -198,8 +187,7 @@ class ModelOptions:
     datastore: PathLike | None = option(
         "--datastore", kind=Path, metavar="STORE", commands=_RUN, group="Guessing",
         help="guess what follows in a store that offload datastore build has made",
-        doc="[guess](lookup.md) by what follows in a store of [`offload datastore "
-        "build`](datastore.md)",
+        doc="[guess](lookup.md) what follows in a [store](datastore.md)",
     )
     threads: int | None = option(
         "--threads", metavar="N", within=f"1 to {MAX_THREADS}", remedy="leave it out to have it measured",
@@ -209,15 +197,13 @@ class ModelOptions:
     profile: PathLike | None = option(
         "--profile", kind=str, metavar="FILE", commands=(*_RUN, "plan"), group="Expert",
         help="file that offload tune has written, or none; default: the one that fits this run",
-        doc="file written by `offload tune`, or `none`; without it the one in the cache that "
-        "holds for this run",
+        doc="of `offload tune`, or `none`; default: the one in the cache that fits this run",
     )
     invariant: bool | None = option(
         "--invariant/--no-invariant", commands=_RUN, group="Expert",
         help="compute the same bits with every tree; default: on where it takes no time",
-        doc="[the same bits](trees-and-rules.md#the-same-bits) with every tree, or the quickest "
-        "way; default: the same bits where layers are streamed, and on a CPU where they take no "
-        "time; a promise of one process, refused with `--ranks`",
+        doc="[the same bits](trees-and-rules.md#the-same-bits) with every tree; default: where "
+        "it takes no time; refused with `--ranks`",
     )
     link_limit: str | int | None = option(
         "--link-limit", metavar="SIZE", reads=Rate.parse, is_per_rank=True, is_hidden=True, group="Expert",
@@ -229,15 +215,13 @@ class ModelOptions:
         "--ranks", metavar="ROLES", is_eager=True, commands=_WRITE, group="Expert",
         help="roles of the ranks that offload launch starts: shards, or stages:0-2,draft:3; see "
         "docs/ranks.md",
-        doc="among [many ranks](ranks.md) that `offload launch` has started: `shards`, or "
-        "`stages:0-2,draft:3`",
+        doc="among [ranks](ranks.md) of `offload launch`: `shards`, or `stages:0-2,draft:3`",
     )
     pipeline: str | None = option(
         "--pipeline", metavar="MODE", commands=_WRITE, group="Expert",
         help="how stages run: async, sync or plain, with settings; see docs/ranks.md",
-        doc="of stages, how [runs follow each other](ranks.md#runs-in-flight---pipeline): "
-        "`async` (default with a draft), `sync` or `plain` (default without one, and with "
-        "`--tree none`), with settings",
+        doc="how [runs of stages follow each other](ranks.md#runs-in-flight---pipeline): "
+        "`async` (default with a draft), `sync` or `plain`, with settings",
     )
     slow_layer_s: float = option(
         "--slow-layer", default=0.0, metavar="SECONDS", least=0, is_hidden=True, commands=_WRITE,
@@ -251,22 +235,20 @@ class ModelOptions:
         differs={"serve": {
             "default": 4, "is_main": True, "help": "write B texts at a time; memory is planned for so many",
         }},
-        doc="[texts that are written at a time](many.md), for one pass over the weights; `plan` "
-        "counts their memory",
+        doc="[texts at a time](many.md), for one pass over the weights",
     )
     prompt_cache_ram: str | int = option(
         "--prompt-cache-ram", default="none", metavar="SIZE", reads=parse_cache_size, commands=(*_RUN, "plan"),
         help="keep prompts that were read in so much of --ram: a size, none, or auto (what no layer fits into)",
         differs={"serve": {"default": "auto"}},
-        doc="memory, of `--ram`, for [prompts that were read](server.md#prompts-that-come-again): a size, "
-        "`none`, or `auto`: what no layer fits into, at most an eighth; default: `auto` of `serve`, and "
-        "with `--prompt-cache`",
+        doc="memory, of `--ram`, for [prompts that were "
+        "read](server.md#prompts-that-come-again): a size, `none`, or `auto`",
     )
     prompt_cache: PathLike | None = option(
         "--prompt-cache", kind=Path, metavar="DIR", commands=_RUN,
         help="keep prompts that were read in a folder, also for later runs",
-        doc="keep what was computed for [prompts](server.md#prompts-that-come-again) in a folder, also for "
-        "later runs; any number of programs may share it",
+        doc="keep [prompts that were read](server.md#prompts-that-come-again) in a folder, for "
+        "later runs too",
     )
     prompt_cache_size: str | int = option(
         "--prompt-cache-size", default="8GiB", metavar="SIZE", reads=ByteSize.parse, commands=_RUN,
@@ -293,13 +275,11 @@ class TextOptions:
     file: Path | None = option(
         "--file", "-f", metavar="FILE", is_setting=False, commands=("generate",), is_main=True,
         help="read the prompt from a UTF-8 file, or many prompts from a .jsonl file",
-        doc="read the prompt from a UTF-8 file, `-` is standard input; [many of them](many.md) from a .jsonl",
+        doc="the prompt from a UTF-8 file or `-`; [many](many.md) from a .jsonl",
     )
     system: str | None = option(
         "--system", metavar="TEXT", commands=_WRITE, differs={"chat": {"is_main": True}},
         help="instructions that the model reads before the prompt or the first question",
-        doc="what the model is told before the prompt or the first question, where it has a chat"
-        " template",
     )
     max_new_tokens: int | None = option(
         "-n", "--max-tokens", default=128, metavar="N", least=-1,
@@ -324,15 +304,13 @@ class TextOptions:
     think: bool | None = option(
         "--think/--no-think", commands=_WRITE, doors=("python",),
         help="let the model think before it answers, or not; default: as its chat template does",
-        doc="let the model think before it answers, or not, by the switch of its chat template"
-        " (`enable_thinking`, `thinking`); refused where it has none",
+        doc="by the switch of the chat template; refused where it has none",
     )
     # of these the command line gives a path, and `cli.sampling` what is there
     json_schema: Mapping[str, Any] | str | None = option(
         "--json-schema", kind=Path, metavar="FILE", commands=("generate",),
         help="write JSON that this schema allows; see docs/grammar.md", doors=("python", "batch"),
-        doc="write JSON that this schema allows: the new text keeps [a grammar](grammar.md), one"
-        " of them at most",
+        doc="write JSON that this schema allows: [a grammar](grammar.md), one at most",
     )
     regex: str | None = option(
         "--regex", metavar="TEXT", commands=("generate",), doors=("python", "batch"),
@@ -356,9 +334,8 @@ class TextOptions:
         called={"batch": "logprobs"},
         differs={"python": {"help": "tell how likely each new token is, and the K likeliest beside it"}},
         help="with --json: tell how likely each new token is, and the K likeliest tokens beside it",
-        doc="with `--json`: `logprobs` holds for each new token its text and log-probability, and the K "
-        "likeliest tokens with theirs (`top`, `top_texts`), by the target's own logits, before "
-        "penalties, biases and sampling",
+        doc="with `--json`: of each new token its log-probability, and the K likeliest beside "
+        "it, before penalties, biases and sampling",
     )
     samples: int = option(
         "--samples", default=1, metavar="K", least=1, most=MOST_SAMPLES, commands=("generate",), group="Sampling",
@@ -468,8 +445,6 @@ class ServerOptions:
     alias: Sequence[str] = option(
         "--alias", default=(), kind=str, is_several=True, metavar="NAME", commands=("serve",),
         help="another name that clients may ask for, '*' for any; may be given several times",
-        doc="another name that clients may ask for, `'*'` for any: many programs ask for `gpt-4` "
-        "whatever they are told",
     )
     cors: Sequence[str] = option(
         "--cors", default=(), kind=str, is_several=True, metavar="ORIGIN", commands=("serve",),
