@@ -70,8 +70,8 @@ class SourceCache(KVCache):
         self._is_under_way = False
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget all but the first positions; a prompt is dropped whole, since its end affects all
-        of it.
+        """Keep only the first positions; a prompt is dropped whole, since its end affects all of
+        it.
         """
         if num_kept < len(self.source):
             self.read([], self._nothing_11D)

@@ -1,12 +1,12 @@
-"""Products whose result for a row depends on no row beside it, and what else a pass needs for that.
+"""Batch-invariant products: a row's result does not depend on the rows computed with it.
 
-Matrix libraries take other ways for a few rows than for many, torch rounds the last numbers of a
-thread's share of an activation function differently, and on a GPU it gives a row's sum fewer
-threads the more rows there are, up to 16. So a product is made in parts whose sizes are found by
-trial (`row_sizes.py`), the last one padded; what a library computes row by row is given as many
-rows; on a CPU one thread does what lies between products, and rows that are no whole vectors lie
-apart from each other, so that torch takes each by itself.
-What machine code of our own multiplies (`wide_products.py`) needs no padding.
+Matrix libraries use other algorithms for few rows than for many. torch rounds the last numbers of a
+thread's share of an activation function differently. On a GPU it sums a row with fewer threads the
+more rows there are, up to 16. So a product is computed in parts of sizes found by trial
+(`row_sizes.py`), the last one padded, and what a library computes row by row gets the same sizes.
+On a CPU one thread does the work between products, and rows that are no whole vectors are stored
+apart, so that torch computes each alone. Our own machine code (`wide_products.py`) needs no
+padding.
 """
 
 import math
@@ -36,20 +36,19 @@ from offload.model.thread_team import TEAM
 from offload.model.wide_products import product_for
 from offload.units import rounded_up
 
-_VECTOR = 64  # numbers: no processor that torch knows handles more at once
+_VECTOR = 64  # numbers: no processor that torch supports handles more at once
 # torch shares elementwise work among threads by 32768 numbers (at::internal::GRAIN_SIZE), gelu
 # evenly from 16384 on.
 _GRAIN = 32768
 _LEAST_SHARED = 16384
-# of both factors of a product: with narrower ones libraries have ways of their own
+# for both factors of a product: libraries have special algorithms for narrower ones
 _LEAST_WIDTH = 64
 _LEAST_STACKED = 32  # the same for stacks
-# at once on a GPU: from there on each gets the same threads (ATen's Reduce.cuh,
-# set_block_dimension)
+# rows on a GPU: from there on each gets the same threads (ATen's Reduce.cuh, set_block_dimension)
 _LEAST_SUMS = 16
-_LEAST_BATCHED = 2  # dimensions of rows beyond these begin with that of texts
-# By product, and by what decides how it is tried: what a library does with a shape stays what it
-# is, for any model.
+_LEAST_BATCHED = 2  # beyond these dimensions rows have one for texts
+# By product, and by what decides its trial: a library's choice for a shape stays the same for any
+# model.
 _TRIED: dict[Any, RowSizes] = {}
 
 
@@ -57,11 +56,11 @@ class InvariantRows(Products):
     """Products in which a row has the same bits whatever rows are beside it.
 
     Args:
-        thread_counts: that products may be computed with.
+        thread_counts: numbers of threads that products may run with.
 
     Attributes:
         thread_counts: the same.
-        num_refused: products whose rows have other bits with every number of rows.
+        num_refused: products whose rows change their bits with every number of rows.
     """
 
     is_invariant = True
@@ -70,16 +69,17 @@ class InvariantRows(Products):
         self.num_refused = 0
         self.thread_counts = tuple(thread_counts)
         self._found: dict[Any, RowSizes] = {}  # by product
-        # of a CPU's weights: as many rows need no padding, nor to be cut
+        # a CPU's weights: up to this many rows need neither padding nor cutting
         self._plain: dict[Any, RowSizes] = {}
-        self._by_row: dict[Any, RowSizes] = {}  # by matrix of a module that multiplies by itself
+        # by the matrix of a module that does its own product
+        self._by_row: dict[Any, RowSizes] = {}
 
     def during(self, num_rows: int) -> AbstractContextManager[Any]:
-        """See `Products`: torch's own threads would share what lies between products."""
+        """See `Products`: torch's own threads would divide the work between products."""
         return TEAM.in_place_of_torch()
 
     def widen(self, rows: Tensor) -> Tensor:
-        """See `Products`: what torch widens lies together again, and apart it is taken row by row."""
+        """See `Products`: a widened copy is contiguous, so rows are stored apart again."""
         is_wide = rows.dtype == torch.float32 or not rows.shape[-1] % _VECTOR
         return rows if is_wide or rows.device.type != "cpu" else _apart(rows.float())
 
@@ -111,9 +111,9 @@ class InvariantRows(Products):
         return _apart(out) if is_host else out
 
     def run_by_row(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """See `Products`: in parts of as many rows as its products agree with, the last one padded.
+        """See `Products`: in parts of sizes that suit the module's product, the last padded.
 
-        A module without a matrix adds up rows alone, which takes 16 of them on a GPU.
+        A module without a matrix only sums up rows, for which a GPU needs 16 of them.
         """
         rows = args[0]
         num_rows = rows.shape[_row_dim(rows)]
@@ -135,7 +135,7 @@ class InvariantRows(Products):
         if key not in self._by_row:
             if matrix.device.type != "cpu":
                 return DEVICE_LADDER[:1]
-            # within a pass one thread makes it
+            # within a pass one thread computes it
             one_thread = InvariantRows((1,))
             both = [
                 {*one_thread._sizes_of(functional.linear, like, is_transposed=True)}
@@ -148,7 +148,7 @@ class InvariantRows(Products):
         return self._by_row[key]
 
     def multiply(self, product: Multiply, *args: Tensor, **kwargs: Any) -> Tensor:
-        """Multiply by `matmul` or what is like it; of a stack the rows are those of each factor.
+        """Multiply by `matmul` or a similar product; a stack's rows are those of each factor.
 
         GPUs may give another `out_dtype` than that of the factors.
         """
@@ -157,7 +157,7 @@ class InvariantRows(Products):
         left, right = factors
         if out_dtype is not None:
             product = _giving(product, out_dtype)
-        # of a single number nothing is added up
+        # a single number involves no sum
         if left.ndim < 2 or right.ndim < 2 or left.shape[-1] == 1:
             return product(left, right)
         num_columns = right.shape[-1]
@@ -180,9 +180,9 @@ class InvariantRows(Products):
         *,
         is_transposed: bool = False,
     ) -> RowSizes:
-        """Return the row counts for a factor, tried when one of its shape first comes.
+        """Return the row counts for a factor, tried when one of its shape comes for the first time.
 
-        A factor of a GPU that lies at an odd address has one size, without a trial.
+        A factor at an odd address on a GPU has one size, without a trial.
         """
         if factor.device.type != "cpu" and factor.data_ptr() % 16:
             return DEVICE_LADDER[:1]
@@ -204,14 +204,14 @@ class InvariantRows(Products):
 
 @cache
 def _giving(product: Multiply, out_dtype: torch.dtype) -> Multiply:
-    """Return one function for one product and type: what was tried is found by it."""
+    """Return one function object for each product and type: trials are cached by it."""
     return partial(product, out_dtype=out_dtype)
 
 
 def _linear_into(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `linear` as a GPU does, with a place for the result."""
+    """Compute `linear` as a GPU does, into a given result."""
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
     return torch.addmm(bias, rows, weight.t(), out=out)
@@ -220,9 +220,9 @@ def _linear_into(
 def in_parts(
     work: Callable[..., Tensor], rows: Tensor, sizes: RowSizes, num_columns: int | None = None
 ) -> Tensor:
-    """Do `work` on rows, the last dimension but one, in parts of these sizes, the last one padded.
+    """Apply `work` to rows, the last dimension but one, in parts of these sizes, padding the last.
 
-    With `num_columns` it is told where to put this many for each row, as `out`, in one place.
+    With `num_columns`, `out` tells it where to write this many numbers for each row.
     """
     num_rows = rows.shape[-2]
     parts = parts_of(num_rows, sizes)
@@ -241,16 +241,16 @@ def in_parts(
 
 
 def _apart(rows: Tensor) -> Tensor:
-    """Return rows that lie apart from each other where they are no whole vectors.
+    """Return rows stored apart from each other if they are no whole vectors.
 
-    What torch then does to their numbers it does row by row, in the same way for each.
+    torch then computes each of them alone, and all in the same way.
     """
     width = rows.shape[-1]
     return pad(rows, (0, -width % _VECTOR))[..., :width] if width % _VECTOR else rows
 
 
 def _spans(num_rows: int, sizes: RowSizes) -> list[tuple[int, int]]:
-    """Return where each part of this many rows begins, and its size."""
+    """Return the first row and the size of each part of this many rows."""
     parts = parts_of(num_rows, sizes) or [sizes[0]]
     return [(sum(parts[:nth]), size) for nth, size in enumerate(parts)]
 
@@ -261,7 +261,7 @@ def _row_dim(numbers: Tensor) -> int:
 
 
 def _rows_of(argument: Any, rows: Tensor, lo: int, size: int) -> Any:
-    """Return some rows of an argument that has all, with zeros behind the last; others as they are."""
+    """Return some rows of an argument that has all, zeros after the last; return others unchanged."""
     dim = _row_dim(rows)
     shape = rows.shape[: dim + 1]
     if not isinstance(argument, Tensor) or argument.ndim == 1 or argument.shape[: dim + 1] != shape:
@@ -272,7 +272,7 @@ def _rows_of(argument: Any, rows: Tensor, lo: int, size: int) -> Any:
 
 
 def _joined(parts: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
-    """Return the result of parts of these sizes for all rows, without those that were padded."""
+    """Return the result for all rows from parts of these sizes, without padding."""
     first = parts[0]
     if isinstance(first, tuple):
         return tuple(_joined(outs, sizes, num_rows) for outs in zip(*parts, strict=True))
@@ -285,7 +285,7 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
 
 
 def widened(numbers: Tensor, least: int) -> Tensor:
-    """Return the rows with zeros behind each, up to the least width.
+    """Return the rows padded with zeros to the least width.
 
     Rows that are wide enough are returned themselves, where `pad` would copy.
     """
@@ -294,7 +294,7 @@ def widened(numbers: Tensor, least: int) -> Tensor:
 
 
 def _lengthened(numbers: Tensor, least: int) -> Tensor:
-    """Add rows of zeros below; see `widened`."""
+    """Append rows of zeros; see `widened`."""
     num_missing = least - numbers.shape[-2]
     return pad(numbers, (0, 0, 0, num_missing)) if num_missing > 0 else numbers
 
@@ -304,7 +304,7 @@ def in_whole_vectors(
 ) -> Tensor:
     """Compute an elementwise function so that no thread's share ends within a vector.
 
-    torch computes what is left over there in another way.
+    torch computes the remainder of a share with other instructions.
     """
     num = numbers.numel()
     is_whole = num % _VECTOR == 0

@@ -1,15 +1,14 @@
-"""Keys and values of every layer in buffers of fixed size, with one place where the length changes.
+"""Keys and values of every layer in buffers of fixed size; `commit` and `clear` set the length.
 
     [0, length)             committed
     [length, length + U)    not committed, in the order in which they were run or kept
 
-A pass (`parts.py`) only writes behind the committed positions; `commit` gathers the rows of the
-accepted path, moves the length, and behind it the rows that are kept for a later commit. Where
-nothing is kept, the next pass writes over what is not committed: one that is abandoned half-way
-therefore leaves nothing behind.
+A pass (`parts.py`) only writes after the committed positions. `commit` gathers the rows of the
+accepted path, moves the length, and after it the rows that are kept for a later commit. Otherwise
+the next pass overwrites uncommitted rows, so an abandoned pass leaves nothing behind.
 
-Caches of several texts lie side by side in the same buffers, so that one pass can write to all of
-them and hand all of them on to attention.
+Caches of several texts can lie side by side in the same buffers, so that one pass writes to all of
+them and attention reads all of them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,15 +24,15 @@ from offload.model.kv_coding import VALUES as VALUES
 from offload.model.linear import Products
 from offload.model.taps import TapLog
 
-INDEX = "index"  # keys by which layers choose what they attend to
-# what one layer holds of some positions, (1, G, P, K) each, by these names
+INDEX = "index"  # index keys, by which layers select positions
+# one layer's states of some positions by these names, (1, G, P, K) each
 LayerStates = Mapping[str, Tensor]
 Send = Callable[[Tensor], Tensor]
 Gather = Callable[..., None]
 
 
 class _Buffers:
-    """What layers hold of B texts side by side, (1, G, B * S, K) each; made as they show shapes."""
+    """Layers' states of B texts side by side, (1, G, B * S, K) each; made as they show shapes."""
 
     def __init__(self, num_texts: int, num_layers: int, num_slots: int) -> None:
         self.num_texts = num_texts
@@ -51,7 +50,7 @@ class _Buffers:
         return not any(self.of_layer)
 
     def make(self, layer: int, name: str, states: Tensor) -> Tensor:
-        """Return the buffer of a layer with such states, as it is from then on."""
+        """Return the buffer for such states of a layer, created with the first."""
         buffers = self.of_layer[layer]
         if name not in buffers:
             new = torch.zeros if self.is_fixed else torch.empty
@@ -65,21 +64,21 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 class KVCache:
-    """What layers hold of one text.
+    """The layers' states of one text.
 
     Args:
         num_slots: S, committed positions plus rows of the largest pass.
-        gather: moves the rows of a path in all buffers, see `kv_commit_reference`.
-        send: brings a host's tensor there.
+        gather: moves a path's rows in all buffers, see `kv_commit_reference`.
+        send: copies a host tensor to the device.
 
     Attributes:
         length: P, the committed positions.
         num_uncommitted: U, the rows behind them: of the last commit, and of the passes since then.
-        taps: hidden states of the committed positions, where a drafter reads any.
-        is_long: whether they are of a text beyond the turning point, see `Target.turn`.
-        ahead: how many tokens behind its own a row depends on.
+        taps: hidden states of the committed positions, if a drafter reads any.
+        is_long: whether the text is beyond the turning point, see `Target.turn`.
+        ahead: number of tokens after its own that a row depends on.
         coding: keys and values are kept in fewer bits; None keeps them as they are.
-        point_rows: states are wanted each time behind this many rows of a prompt; 0 for no say.
+        point_rows: states are kept after every so many rows of a prompt; 0 for none.
     """
 
     ahead = 0
@@ -100,7 +99,7 @@ class KVCache:
         self.length = self.num_uncommitted = 0
         self.taps: TapLog | None = None
         self.is_long = False
-        self._dtype = torch.float32  # of the rows that were coded
+        self._dtype = torch.float32  # type of coded rows once expanded
         self._lie_in(_Buffers(1, num_layers, num_slots), 0)
 
     def _lie_in(self, buffers: _Buffers, text: int) -> None:
@@ -139,13 +138,13 @@ class KVCache:
 
     @property
     def first_slot(self) -> int:
-        """Return the column of its first position among those of all texts."""
+        """Return the column of its first position among those of all texts in the buffers."""
         return self._text * self._buffers.stride - self.num_elsewhere
 
     def reserve(self, num_before: int, num_rows: int) -> int:
-        """Let this many rows stand behind `num_before` uncommitted; return the first's position.
+        """Reserve this many rows after `num_before` uncommitted ones; return the first position.
 
-        A pass whose rows were reserved and does not run leaves rows of whatever was there before; see `fix`.
+        A reserved pass that does not run leaves rows with old content; see `fix`.
         """
         position = self.length + num_before
         last = position - self.num_elsewhere + num_rows
@@ -154,7 +153,7 @@ class KVCache:
         return position
 
     def write(self, layer: int, position: int, states: LayerStates) -> None:
-        """Put what a layer makes of some rows at positions from there on."""
+        """Write a layer's states of some rows, from this position on."""
         if self.coding is not None:
             self._dtype = next(iter(states.values())).dtype
             states = dict(self.coding.coded(states))
@@ -174,7 +173,7 @@ class KVCache:
         return self.coding.expanded(rows, scales[:, :, :end], self._dtype)
 
     def write_slots(self, layer: int, slot_T: Tensor, states: LayerStates) -> None:
-        """Put what a layer makes of some rows into these slots, which lie on its device."""
+        """Write a layer's states of some rows to these slots, given on its device."""
         assert self.coding is None, "passes that are recorded write plain rows"
         for name, rows in states.items():
             self._view(layer, name, rows).index_copy_(2, slot_T, rows)
@@ -188,29 +187,28 @@ class KVCache:
         return views[name]
 
     def expect_rows(self, num_rows: int, *, keeps_others: bool = True) -> None:
-        """Note that the first rows behind the committed ones are a chain that will be committed.
+        """Note that the next rows are a chain that will be committed.
 
-        Of the others of the next pass nothing is needed later unless `keeps_others`. Caches of keys
-        and values alone do not care.
+        Other rows of the next pass are not needed later unless `keeps_others`. Caches of keys and
+        values alone ignore this.
         """
 
     def take_rows(self, sees_TU: Tensor, products: Products | None) -> Any:
-        """Note what a pass whose rows are reserved will run: (T, U), which uncommitted rows its rows see.
+        """Note the rows of a reserved pass: (T, U), the uncommitted rows that each one sees.
 
-        `products` are those that give the same bits for any tree, where passes have them.
-        Returns what recurrent layers have to know of it.
+        `products` give the same bits for any tree, if passes have them. Returns what recurrent
+        layers need of it.
         """
 
     def keepable(self, num_positions: int) -> int:
-        """Return the number of these first positions that `clear` can keep."""
+        """Return the most of these first positions that `clear` can keep."""
         return min(num_positions, self.length)
 
     def fix(self) -> None:
-        """Keep one slot more for rows that are padding, and zeros in slots not written yet.
+        """Add a slot for padding rows, and zero slots that were not written yet.
 
-        It holds from the first pass on. A recorded pass looks at those, and so does one behind rows
-        that were placed and never run; its mask gives them no weight, but no weight times NaN is
-        NaN.
+        It holds from the first pass on. Recorded passes read such slots, and so do passes after
+        rows that were reserved and never run. Masks give them weight 0, but 0 times NaN is NaN.
         """
         is_early = self._buffers.is_empty or self._buffers.is_fixed
         assert is_early, "too late: passes have been run"
@@ -220,11 +218,10 @@ class KVCache:
     def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
         """Make the uncommitted rows `path` the next positions, and let `kept` follow, uncommitted.
 
-        Rows are counted from the committed length; everything else is forgotten.
+        Rows are counted from the committed length; all others are dropped.
         """
         rows = [*path, *kept]
-        # In some families the last layers share the keys and values of earlier ones and have none
-        # of their own.
+        # In some families the last layers share keys and values of earlier ones.
         buffers = [buffer for views in self._views for buffer in views.values()]
         if buffers and rows != list(range(len(rows))):
             row_A = self.send(torch.tensor(rows)).to(buffers[0].device)
@@ -235,7 +232,7 @@ class KVCache:
 
     @property
     def saved(self) -> "KVCache | None":
-        """Return the tensors that a session keeps of a draft whose state this is."""
+        """Return the tensors of this draft state for a session."""
         return self
 
     @property
@@ -244,7 +241,7 @@ class KVCache:
         return self.length
 
     def can_follow(self, num_positions: int) -> int:
-        """Return all: as a draft's it takes tokens alone, which are there."""
+        """Return all: a draft with keys and values alone can continue at any token."""
         return num_positions
 
     def states(self, most: int) -> dict[int, LayerStates]:
@@ -258,7 +255,7 @@ class KVCache:
 
     @torch.inference_mode()
     def refill(self, states: Iterable[tuple[int, LayerStates]], length: int) -> None:
-        """Take in what `states` gave; where that fails half-way, the cache is empty."""
+        """Restore what `states` returned; if that fails half-way, the cache is empty."""
         self.clear()
         for layer, rows_by_name in states:
             for name, rows in rows_by_name.items():
@@ -267,9 +264,9 @@ class KVCache:
 
     @torch.inference_mode()
     def extend(self, blocks: Iterable[tuple[int, Mapping[int, LayerStates]]], length: int) -> None:
-        """Take in rows, at the positions that stand beside them, and commit all up to `length`.
+        """Write rows at their positions, and commit all up to `length`.
 
-        Where `blocks` fails half-way, nothing is committed.
+        If `blocks` fails half-way, nothing is committed.
         """
         for position, layers in blocks:
             for layer, states in layers.items():
@@ -278,12 +275,12 @@ class KVCache:
         self._end_at(length)
 
     def copy_from(self, other: "KVCache", num_positions: int) -> None:
-        """Take over the first committed positions of another text, in place of all that is here."""
+        """Replace all content by the first committed positions of another text."""
         self.refill(other.states(num_positions).items(), min(num_positions, other.length))
         self.is_long = other.is_long
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the sequence except for its first positions."""
+        """Keep only the first positions."""
         self._end_at(min(num_kept, self.length))
         if self.taps is not None:
             self.taps.clear(self.length)

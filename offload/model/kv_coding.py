@@ -1,8 +1,8 @@
 """Keys and values in eight bits: each row of a head as words and one factor.
 
-A row is coded by its own numbers alone, and every row that looks at it, in the same pass as well,
-takes what the words expand to. So a text does not depend on its tree, as without coding; but it is
-another text than that of the model's own type.
+A row is coded by its own numbers alone, and every row that attends to it, even in the same pass,
+reads the expanded words. So a text does not depend on its tree, as without coding, but it differs
+from the text with the model's own type.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,26 +13,26 @@ from torch import Tensor
 
 KEYS = "keys"
 VALUES = "values"
-SCALES = "_scales"  # behind the name of what they belong to
-# positions that are expanded at a time, by way of float32
+SCALES = "_scales"  # suffixes of the coded states' names
+# positions that are expanded at once, through float32
 _CHUNK_ROWS = 512
 
 
 class RowCoding(NamedTuple):
     """One way to code a row."""
 
-    most: float  # that a word stands for, before the factor
+    most: float  # the largest word, before the factor
     dtype: torch.dtype
 
     def coded(self, states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is kept of states (1, G, T, K) by name: uint8 words, (1, G, T, 1) factors."""
+        """Yield the coded form of states (1, G, T, K) by name: uint8 words, (1, G, T, 1) factors."""
         for name, rows in states.items():
             if name not in (KEYS, VALUES):
                 yield name, rows
                 continue
             wide = rows.float()
             scale = wide.abs().amax(3, keepdim=True) / self.most
-            # of a row of zeros, and of one that is nearly that
+            # the factor of a row of zeros, or nearly zeros
             scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
             words = (wide / scale).clamp_(-self.most, self.most)
             words = words if self.dtype.is_floating_point else words.round_()

@@ -1,6 +1,6 @@
-"""What the layers of a model are, by building it without storage and a pass without numbers.
+"""Descriptions of a model's layers, from building it without storage and a pass without numbers.
 
-This imports torch and transformers, so `headers` asks for it only where nothing is kept.
+This imports torch and transformers, so `headers` only calls it if no description is kept.
 """
 
 import math
@@ -25,13 +25,13 @@ from offload.model.meta import build_meta_model, kinds_of, try_out
 from offload.model.mixers.base import Mixer
 from offload.model.parameters import parameter_places
 
-# layers or experts to build, and any other size: beyond every model
+# more layers, experts, or any other size than any model has
 _MOST_MODULES = 1024
 _MOST_NUMBERS = 1 << 28
 
 
 def layers_of(checkpoint: Checkpoint, *, is_checked: bool) -> tuple[LayerSpec, ...]:
-    """Build a model and return what its layers are. Raises `UserError`, see `headers.specified`."""
+    """Build a model and describe its layers. Raises `UserError`, see `headers.specified`."""
     require_layers(checkpoint)
     dtype = getattr(torch, compute_dtype_name(checkpoint, "auto"))
     meta_model = build_meta_model(checkpoint, dtype)
@@ -57,13 +57,13 @@ def layer_specs(
         sizes.get(name, 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     blocks = layer_stacks(meta_model)[0]
-    # the last of some have none of their own
+    # in some families the last layers have none of their own
     num_keeping = len(blocks) - (text_config(checkpoint).get("num_kv_shared_layers") or 0)
     specs = list[LayerSpec]()
     for index, (block, kind) in enumerate(zip(blocks, kinds_of(meta_model), strict=True)):
         mixers = [module for module in block.modules() if isinstance(module, Mixer)]
         held = {} if mixers else usual
-        # a decoder behind an encoder has the library's own cache in that pass
+        # a decoder behind an encoder uses the library's own cache in that pass
         if filled is not None and not checkpoint.has_encoder:
             held = _held(filled.layer_states(kind))
         held = held if index < num_keeping else {}
@@ -81,7 +81,7 @@ def layer_specs(
                 keys=keys,
                 values=values,
                 index_width=index_width,
-                # keys and values as a projection gives them, once more apart, and whole keys
+                # keys and values as projected, and expanded
                 expanded_width=num_heads * (3 * nope + turned + 2 * value) if is_latent else 0,
                 states=mixers[0].sizes() if mixers else None,
                 num_experts=num_experts,
@@ -92,12 +92,12 @@ def layer_specs(
 
 
 def _held(states: LayerStates) -> dict[str, tuple[int, int]]:
-    """Return heads and their width of what a cache holds of a layer."""
+    """Return heads and head width of a layer's cached states."""
     return {name: (rows.shape[1], rows.shape[3]) for name, rows in states.items()}
 
 
 def spec_of_config(config: dict[str, Any], path: Path) -> ModelSpec:
-    """Build a model and return what its layers are, and all tensors by the names of files."""
+    """Build a model; return its layers' descriptions, and all tensors by the files' names."""
     dtype = stored_dtype(config, path)
     known = Checkpoint(path.parent, config, (), {})
     for key, value in config_sizes(known).items():
@@ -106,8 +106,7 @@ def spec_of_config(config: dict[str, Any], path: Path) -> ModelSpec:
 
     torch_dtype = getattr(torch, dtype)
     model = build_meta_model(known, torch_dtype)
-    # transformers calls T5's head tied whatever its config says, and unties it where the file has
-    # one of its own.
+    # transformers calls T5's head tied whatever the config says, and unties it if the file has one.
     has_own_head = config.get("tie_word_embeddings") is False
     tied = set(model.all_tied_weights_keys) - ({"lm_head.weight"} if has_own_head else set())
     untied = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -1,4 +1,4 @@
-"""The layers of a meta model: where they stand, and how some of them are left alone."""
+"""The stacks of layers in a meta model, and models cut to some of their layers."""
 
 import copy
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from offload.model.library import PreTrainedModel
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
-    """Return the layers of the decoder, and of an encoder where there is one."""
+    """Return the decoder's layers, and an encoder's if there is one."""
     parts = [meta_model.get_decoder()]
     if meta_model.config.is_encoder_decoder:
         parts.append(meta_model.get_encoder())
@@ -28,7 +28,7 @@ def _stack_name(meta_model: PreTrainedModel) -> str:
 
 @contextmanager
 def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
-    """Leave the decoder these layers alone meanwhile; its config tells of their kinds."""
+    """Within the body the decoder has only these layers; its config has their kinds."""
     decoder = meta_model.get_decoder()
     name = _stack_name(meta_model)
     layers = getattr(decoder, name)
@@ -44,7 +44,7 @@ def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
 
 
 def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: Section) -> None:
-    """Leave the decoder these layers alone, for good, numbered from 0. Raises `UserError`."""
+    """Leave the decoder only these layers, permanently, numbered from 0. Raises `UserError`."""
     config = meta_model.config
     decoder = meta_model.get_decoder()
     for name, reason in INSEPARABLE.items():
@@ -64,14 +64,14 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
 
 
 def _tell_kinds(config: Any, kinds: list[str] | None) -> None:
-    """Set the kinds of layers; families that compute them from something else ask their layers."""
+    """Set the config's kinds of layers; families that compute them otherwise ask their layers."""
     if kinds:
         with suppress(AttributeError):
             config.layer_types = kinds
 
 
 class _Given(nn.Module):
-    """Stands in for a decoder that has run: it hands out what that has given."""
+    """Stands in for a decoder that has run: returns the given output."""
 
     def __init__(self, decoder: nn.Module, out: Any) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Everything that the models ask of transformers by a name that may move between minor versions.
+"""Every name of transformers that the models use and that may move between minor versions.
 
-A rename is mended here, and nowhere else. What is missing is told as it is: no family is refused,
-and no wrong number computed, for a name that the library has given up. `tests/contract` asks each
-of these names of the version that is installed, and says from which version it holds.
+A rename is corrected here, and nowhere else. A missing name is reported as such: it never makes a
+family unsupported or a number wrong. `tests/contract` checks each of these names in the installed
+version, and says from which version on it holds.
 """
 
 import sys
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from offload.errors import UserError, reason
 
-TESTED = ("5.17", "5.24")  # the oldest and the newest minor version that the tests were run with
+TESTED = ("5.17", "5.24")  # the oldest and the newest minor version that was tested
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# what code that calls a thing by a name of before ends in
+# errors that a use of a renamed thing ends in
 _RENAMED = (TypeError, AttributeError, KeyError, ImportError, StopIteration, NotImplementedError)
 
 
@@ -29,7 +29,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def library_error(missing: str) -> UserError:
-    """Return the error for a transformers that lacks what the program asks of it."""
+    """Return the error for a transformers that lacks a name which the program needs."""
     oldest, newest = TESTED
     major, minor = _minor(newest)
     return UserError(
@@ -39,7 +39,7 @@ def library_error(missing: str) -> UserError:
 
 
 def version_notes() -> list[str]:
-    """Return a line for the user where transformers is newer than what was tested, else none."""
+    """Return a line for the user if transformers is newer than the tested ones, else none."""
     newest = TESTED[1]
     installed = transformers.__version__
     if _minor(installed) <= _minor(newest):
@@ -48,9 +48,9 @@ def version_notes() -> list[str]:
 
 
 def version_error(error: Exception) -> UserError | None:
-    """Return the error for the user where a newer transformers has caused one; None for any other.
+    """Return the user's error if a newer transformers caused this one; None for any other.
 
-    These are errors out of the program's own frames, and of the kinds that a rename ends in.
+    Such errors come from the program's own frames, and are of the kinds that a rename causes.
     """
     frames = traceback.extract_tb(error.__traceback__)
     is_own = bool(frames) and frames[-1].filename.startswith(_PACKAGE)
@@ -68,7 +68,7 @@ if sys.flags.optimize > 1:
         "leave -OO out, or unset PYTHONOPTIMIZE"
     )
 try:
-    # What the models are built of, and by which tables files become parameters.
+    # The parts of models, and the tables by which files become parameters.
     from transformers import (  # noqa: F401  (handed on from here)
         CONFIG_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -107,12 +107,12 @@ try:
 except ImportError as missing_name:
     raise library_error(str(missing_name.msg).removeprefix("cannot import name ")) from None
 
-# by owner: what a pass's cache stands in for, and layers call
+# by owner: methods of a cache that layers call
 _METHODS = (
     (Cache, ("update", "get_seq_length")),
     (DynamicLayer, ("update", "get_seq_length")),
 )
-# what models are built by and asked for, beside their forward pass
+# methods by which models are built and inspected, apart from their forward pass
 _MODEL_METHODS = (
     "get_decoder",
     "get_encoder",
@@ -126,22 +126,21 @@ _MODEL_METHODS = (
     "_supports_sdpa",
 )
 _CACHE_NAMES = ("cache", "past_key_values")  # newest first: `cache` from 5.24
-# of recurrent layers and models, where they have a name of their own: until 5.23
+# for recurrent layers and models with a name of their own: until 5.23
 STATE_CACHE = "cache_params"
-# What a layer and an indexer are given, by these names in those families that select by an index:
-# from 5.23.
+# Arguments of a layer and an indexer in families that select by an index: from 5.23.
 HIDDEN = "hidden_states"
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 ROTARY_TABLES = "position_embeddings"
 QUERY_INPUT = "q_resid"
 EARLIER_INDICES = "prev_topk_indices"
-# by which decoders are given the rows of a pass; what a signature lacks, some would swallow
+# arguments by which decoders get the rows of a pass; some would swallow unknown ones
 _ROWS = ("input_ids", "position_ids")
 
 
 def _cache_name() -> str:
-    """Return the argument by which models, layers and masks are given their cache."""
+    """Return the argument by which models, layers and masks get their cache."""
     parameters = signature(create_causal_mask).parameters
     known = [name for name in _CACHE_NAMES if name in parameters]
     if not known:
@@ -159,7 +158,7 @@ LAYER_CACHES = (STATE_CACHE, *_CACHE_NAMES)
 
 
 def require_arguments(module: nn.Module, names: Iterable[str]) -> Signature:
-    """Return the arguments of a module's forward pass. Raises `UserError` for missing names."""
+    """Return the arguments of a module's forward pass. Raises `UserError` if one is missing."""
     arguments = signature(module.forward)
     missing = [name for name in names if name not in arguments.parameters]
     if missing:
@@ -172,7 +171,7 @@ def _argument_error(names: str, module: nn.Module) -> UserError:
 
 
 def require_rows(decoder: Any) -> None:
-    """Raise `UserError` for a decoder that takes no positions, or no cache, by these names."""
+    """Raise `UserError` for a decoder without arguments of these names for positions and cache."""
     known = signature(type(decoder).forward).parameters
     rows = _ROWS if hasattr(decoder, "rotary_emb") else _ROWS[:1]
     for name in rows:
@@ -183,23 +182,23 @@ def require_rows(decoder: Any) -> None:
 
 
 def cache_in(arguments: dict[str, Any]) -> Any:
-    """Return the cache among the arguments of a layer's forward pass, None where it has none."""
+    """Return the cache among the arguments of a layer's forward pass, None if it has none."""
     return next((arguments[name] for name in LAYER_CACHES if name in arguments), None)
 
 
-EXPERTS = "offload_rows"  # the name by which experts are called here; from 5.17
+EXPERTS = "offload_rows"  # our name for the function that multiplies experts; from 5.17
 
 
 def register_experts(multiply: Callable[..., Tensor]) -> None:
-    """Let experts of the library be multiplied by this function where a model asks for `EXPERTS`.
+    """Let models that ask for `EXPERTS` multiply their experts by this function.
 
-    It is given the module of the experts, rows, and the choice and the shares of each row.
+    It gets the experts' module, rows, and each row's choice and shares.
     """
     ExpertsInterface.register(EXPERTS, multiply)
 
 
 def build_without_storage(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Return a model whose parameters take no memory; what it computes of its config is there.
+    """Return a model without storage for its parameters; buffers computed from its config are real.
 
     As the library does before it reads weights: from 5.17 each family's `_init_weights` fills the
     buffers that are not saved.

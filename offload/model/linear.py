@@ -1,10 +1,9 @@
-"""The matrices of a model, and how rows are multiplied by them: chosen once, as a model is loaded.
+"""The products with a model's matrices, chosen once when a model is loaded.
 
-A library's `nn.Linear` children are replaced by modules of our own with the same parameters, and
-what a family multiplies otherwise (routers) is given its rows by a module around it. All of them
-ask one `Products`: those of the library, wide ones where a processor lacks instructions
-(`wide_products.py`), or such that a row's bits depend on no row beside it (`invariant.py`). A matrix
-that is held as it is stored multiplies by itself (`StoredMatrix`).
+Modules of ours replace a library's `nn.Linear` children, with the same parameters, and modules
+around routers and the like give them their rows. All of them use one `Products`: the library's,
+wide ones if a processor lacks instructions (`wide_products.py`), or batch-invariant ones
+(`invariant.py`). A quantised matrix does its own product (`StoredMatrix`).
 """
 
 from collections.abc import Callable
@@ -36,11 +35,11 @@ class Products:
         return product(left, right)
 
     def run_by_row(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run a module of the library that does nothing across rows, the first argument's."""
+        """Run a module of the library that mixes no rows of its first argument."""
         return module(*args, **kwargs)
 
     def widen(self, rows: Tensor) -> Tensor:
-        """Return the product of a gate, which a family widens to float32 before it does more."""
+        """Return the product of a gate that its family widens to float32."""
         return rows
 
     def during(self, num_rows: int) -> AbstractContextManager[Any]:
@@ -52,18 +51,18 @@ PLAIN = Products()
 
 
 class StoredMatrix(Protocol):
-    """A matrix (N, K) that is held as it is stored."""
+    """A matrix (N, K) in its stored form."""
 
     def matmul(self, rows: Tensor, products: Products, bias: Tensor | None) -> Tensor:
-        """Return rows (..., K) times the transposed matrix, with the bias added."""
+        """Return rows (..., K) times the transposed matrix, plus the bias."""
 
 
 class Linear(nn.Linear):
-    """The product with one matrix; its parameters are those of the module that it replaces.
+    """The product with one matrix; it has the parameters of the module that it replaces.
 
     Attributes:
-        products: how it is made.
-        stored: the matrix where it is held otherwise than as `weight`, which is empty then.
+        products: compute it.
+        stored: the matrix in its stored form, if any; `weight` is empty then.
     """
 
     def __init__(self, replaced: nn.Linear) -> None:
@@ -90,7 +89,7 @@ class Linear(nn.Linear):
 
 
 class WidenedGate(Linear):
-    """A product that its family widens to float32 before it does more, see `families/types.py`."""
+    """A product that its family widens to float32, see `families/types.py`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return (..., N), in the type of the rows or in float32."""
@@ -98,9 +97,9 @@ class WidenedGate(Linear):
 
 
 class Around(nn.Module):
-    """A module that stands for another one: it has its parameters and children, under their names.
+    """A module around another one, with its parameters and children under their names.
 
-    What is asked of it beside is the inner module's.
+    Any other attribute is the inner module's.
     """
 
     inner: nn.Module
@@ -111,7 +110,7 @@ class Around(nn.Module):
         self._buffers = inner._buffers
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
         self._modules = inner._modules
-        # no child, which would have another name
+        # not a child, which would change parameters' names
         vars(self)["inner"] = inner
 
     def __getattr__(self, name: str) -> Any:
@@ -122,7 +121,7 @@ class Around(nn.Module):
 
 
 class ByRow(Around):
-    """A module of the library that does nothing across rows, and multiplies by itself."""
+    """A module of the library that mixes no rows, and does its own product."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__(inner)
@@ -134,7 +133,7 @@ class ByRow(Around):
 
 
 def inner_of(module: nn.Module) -> nn.Module:
-    """Return the library's module where one of ours stands around it, else the module itself."""
+    """Return the library's module inside one of ours, or the module itself."""
     return module.inner if isinstance(module, Around) else module
 
 
@@ -157,16 +156,16 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def replace_child(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Let another module stand under this name, with all its dots."""
+    """Replace the module of this dotted name."""
     around, _, own_name = name.rpartition(".")
     model.get_submodule(around)._modules[own_name] = module
 
 
 def wrap_by_row(model: nn.Module, *, has_sums: bool) -> None:
-    """Put modules around what does nothing across rows and multiplies by itself.
+    """Put modules around those that mix no rows and do their own product.
 
-    These are told by a matrix of their own that no `Linear` has, and routers by what they return.
-    Where `has_sums`, a device adds up by the number of rows, and norms are among them.
+    They are told by a matrix that no `Linear` has, and routers by their output. With `has_sums`, a
+    device sums in an order that depends on the number of rows, and norms are included.
     """
     wrapped: tuple[str, ...] = ()
     for name, module in [*model.named_modules()]:
@@ -178,8 +177,8 @@ def wrap_by_row(model: nn.Module, *, has_sums: bool) -> None:
 
 
 def multiplies_by_row(module: nn.Module) -> bool:
-    """Tell whether a module multiplies by a matrix of its own, and does nothing else of that kind."""
-    # a stack of matrices is that of experts or of a recurrence
+    """Tell whether a module's only product is with a matrix of its own."""
+    # a stack of matrices belongs to experts or a recurrence
     is_stack = any(
         tensor is not None and tensor.ndim > _MATRIX_DIMENSIONS
         for tensor in module._parameters.values()
@@ -192,7 +191,7 @@ def multiplies_by_row(module: nn.Module) -> bool:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Tell whether a module is derived from the library's linear one and does more."""
+    """Tell whether a module derives from the library's linear one and does more."""
     return isinstance(module, nn.Linear) and not isinstance(module, Linear)
 
 
@@ -207,14 +206,14 @@ def own_matrices(module: nn.Module) -> list[Tensor]:
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """Return the epsilon of a norm, None where a module has no such number."""
+    """Return the epsilon of a norm, None if a module has none."""
     numbers = (getattr(module, name) for name in _EPS_NAMES if hasattr(module, name))
     number = next(numbers, None)
     return number if isinstance(number, float) else None
 
 
 def choose_products(model: nn.Module, products: Products) -> None:
-    """Let all matrices of a model be multiplied so from now on."""
+    """Multiply by all matrices of a model with these products from now on."""
     for module in model.modules():
         if hasattr(module, "products"):
             setattr(module, "products", products)  # noqa: B010

@@ -1,8 +1,7 @@
-"""Which tensors of a checkpoint make up a parameter.
+"""Maps each parameter to the tensors of a checkpoint that make it up.
 
-Mostly they are one and the same. Where transformers fuses what the file keeps apart (experts), its
-own conversion table says how; stacking and row-wise joining can be streamed, anything that would
-have to compute is refused.
+Mostly each is one tensor. Where transformers fuses tensors of the file (experts), its conversion
+table says how. Stacking and joining rows can be streamed; anything that needs computing is refused.
 """
 
 import math
@@ -34,24 +33,24 @@ _UNKNOWN = "use another checkpoint of this model"
 _EXPERT = re.compile(r"\bexperts\.(\d{1,9})\.")
 _RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
-# (pattern of the converter, name in the file, place in the file)
+# (pattern of the converter, name in the file, entry in the file)
 _Found = list[tuple[str | None, str, TensorEntry]]
 
 
 def sources_of_parameters(
     checkpoint: Checkpoint, model: PreTrainedModel, shapes: dict[str, Shape]
 ) -> tuple[dict[str, tuple[Shape, list[TensorPart]]], dict[str, str]]:
-    """Find every parameter in the checkpoint: `shapes` has them by their names in the model.
+    """Return the tensors of every parameter; `shapes` are by the model's names.
 
-    Return shape and parts of each parameter that the file holds, and of each tied one the stored one
-    that it shares; each parameter is in exactly one of the two.
+    Return shape and parts of each stored parameter, and for each tied one the stored one that it
+    shares. Each parameter is in exactly one of the two.
 
     Raises:
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would
         need computing.
     """
     table = _Table(get_model_conversion_mapping(model))
-    # a model inside another has a table of its own
+    # an inner model has a table of its own
     kind = checkpoint.config["model_type"] if is_wrapper(checkpoint.config) else None
     whole = _Table((get_checkpoint_conversion_mapping(kind) if kind else None) or [])
     by_pattern = {**whole.by_pattern, **table.by_pattern}
@@ -92,7 +91,7 @@ def _refuse_missing(parameter: str, checkpoint: Checkpoint) -> NoReturn:
 
 
 class _Table:
-    """How transformers renames and converts what files hold, by these transforms."""
+    """transformers' renamings and conversions of a file's tensors."""
 
     def __init__(self, transforms: Sequence[WeightTransform]) -> None:
         self._renamings = [
@@ -108,14 +107,14 @@ class _Table:
     def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
         """Return a tensor's parameter, and the pattern of its converter.
 
-        A renaming that leads nowhere is taken back, as transformers does.
+        A renaming to no parameter is undone, as in transformers.
         """
         renamed = rename_source_key(name, self._renamings, self._converters, prefix, shapes)
         return (name, None) if renamed[0] not in shapes and name in shapes else renamed
 
 
 def _shared(entries_of: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return tied parameters that the file does not hold, and the one of their group that it does.
+    """Return tied parameters that the file lacks, and the stored one of their group.
 
     As in transformers, the file decides: what it stores separately is not tied, whatever the config
     says.
@@ -156,7 +155,7 @@ def _parts(
     parts = _placed(shape, entries, is_whole=pattern is None)
     if parts is not None:
         return parts
-    # a stack's experts, or one of them, with their dimensions exchanged
+    # a stack's experts, or one of them, transposed
     turned = (*shape[:-2], *shape[:-3:-1])
     if len(shape) == 3 and entries[0].shape in (turned, turned[1:]):
         raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
@@ -168,7 +167,7 @@ def _parts(
 def _placed(
     shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool
 ) -> list[TensorPart] | None:
-    """Place the tensors one behind the other; None where they do not fill the parameter."""
+    """Place the tensors one after the other; None if they do not fill the parameter."""
     parts = []
     first = 0
     for entry in entries:
@@ -176,7 +175,7 @@ def _placed(
         stored_shape = shape
         if coding is not None and coding.is_transposed:
             stored_shape = (*shape[:-2], shape[-1], shape[-2])
-        # rows of the parameter; headers may not say how wide a coded one is
+        # rows of the parameter; headers may not give a coded one's width
         if entry.coded is not None and entry.coded.num_woven > 1:
             width = (
                 stored_shape[-1] if len(stored_shape) > 2 else shape[-1] // entry.coded.num_woven
@@ -185,8 +184,7 @@ def _placed(
         elif not is_whole:
             rows = entry.shape[:-1] or (entry.shape[0] // shape[-1],)
             stored_shape = (*rows, shape[-1])
-        # Of coded weights columns may be padded, so that their bytes tell; some headers only have
-        # how many numbers.
+        # Columns of coded weights may be padded, so bytes decide; some headers only have counts.
         fits = entry.shape == stored_shape
         if coding is not None:
             fits = len(entry.shape) < 2 or entry.shape[:-1] == stored_shape[:-1]
@@ -224,7 +222,7 @@ def _fused(
         if len(shapes) > 1:
             complaint = f"{where}: all experts of {parameter} must have one shape, the file has"
             raise UserError(f"{complaint} {shapes[0]} and {shapes[-1]}: {AGAIN}")
-    # within an expert rows of two stacks alternate
+    # within an expert the rows of two stacks alternate
     if kinds == [(Concatenate, 1)]:
         stacks = [stack for (stack,) in columns]
         for stack in stacks:
@@ -238,7 +236,7 @@ def _fused(
 
 
 def _check_numbers(where: str, parameter: str, sources: _Found) -> None:
-    """Require experts 0, 1, 2, ... of each pattern: behind a gap all would be misplaced."""
+    """Require experts 0, 1, 2, ... of each pattern: after a gap all would be misplaced."""
     numbers = defaultdict[str | None, list[int]](list)
     for pattern, name, _ in sources:
         numbers[pattern] += map(int, _EXPERT.findall(name)[-1:])

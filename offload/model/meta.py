@@ -1,9 +1,9 @@
-"""Building the model without storage, and refusing what a token tree cannot be verified on.
+"""Builds models without storage, and refuses those on which a token tree cannot be verified.
 
-A tree needs a decoder whose layers stand in `layers[i]`, see positions through rotary embeddings,
-or by what comes before in recurrent layers, and keep keys and values, or a state that can be
-computed again along an accepted path. Invariant: parameters bear the names of a language model on
-its own, also where the family is built here (`headed.py`), and no rule of the family is lost.
+A tree needs a decoder with layers in `layers[i]`, which see positions through rotary embeddings, or
+through recurrent states, and which keep keys and values, or a state that can be computed again
+along an accepted path. Invariant: parameters have the names of a language model on its own, also if
+the family is built here (`headed.py`), and none of the family's special rules is lost.
 """
 
 import copy
@@ -58,26 +58,25 @@ from offload.model.mixers.table import new_cache, replace_mixers
 from offload.model.parts import BatchPart, causal, lay
 from offload.model.path_attention import path_rows
 
-# models around a language model, of any senses
+# models around a language model, for any input
 _WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-# A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run
-# it.
+# A checkpoint may name a hub kernel there, whose code transformers would fetch and run.
 _NAMED_CODE = ("_attn_implementation", "_experts_implementation")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-# `recurrent` is what RecurrentGemma's are called in transformers 5.17
+# `recurrent` is RecurrentGemma's name in transformers 5.17
 _RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
 _INDEXED = ("indexed_attention", "minimax_m3_sparse")
-# what older transformers, and what they wrote, call them
+# names in older transformers, and in files that they wrote
 _INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
 _KIND_LISTS = ("layer_types", "layers_block_type")
-_BY_ROW = ("mlp", "moe")  # layers that do nothing across rows
+_BY_ROW = ("mlp", "moe")  # layers that mix no rows
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return the checkpoint's model: parameters on the meta device, computed buffers real.
 
-    Raises `UserError` for code of its own, and for what trees cannot be verified on.
+    Raises `UserError` for a model with code of its own, and one that trees cannot be verified on.
     """
     check_counts(checkpoint.name, checkpoint.config)
     _refuse_unknown_kinds(checkpoint)
@@ -92,8 +91,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         ]
         if not mappings:
             raise unsupported(checkpoint, "it does not write text")
-        _ = mappings[0][type(whole)]  # loads the module in which its text model is
-        if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
+        _ = mappings[0][type(whole)]  # this loads the module of its text model
+        if hasattr(whole, "tie_word_embeddings"):  # some families only have it inside another model
             config.tie_word_embeddings = whole.tie_word_embeddings
     if config.model_type in MISCOMPUTED:
         raise unsupported(checkpoint, MISCOMPUTED[config.model_type])
@@ -120,7 +119,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             meta_model.set_attn_implementation(attention.NAME)
     if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
         raise unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    # what is no decoder of ours is refused for that, and not for how its forward names a cache
+    # a model that is no decoder is refused as such, not for its forward's name of a cache
     require_rows(decoder)
     tied = [name for pair in meta_model.all_tied_weights_keys.items() for name in pair]
     if config.model_type not in SHARED_LAYERS and any(".layers." in f".{name}" for name in tied):
@@ -132,7 +131,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
 
 def _config(settings: dict[str, Any]) -> Any:
-    """Return `AutoConfig`'s reading of a config.json; it reads folders, GGUF files have none."""
+    """Return `AutoConfig`'s reading of a config.json in a folder; GGUF files have none."""
     kind: Any = settings.get("model_type")
     kind = next((BUILT_AS[kind, key] for key in settings if (kind, key) in BUILT_AS), kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -145,13 +144,13 @@ def _config(settings: dict[str, Any]) -> Any:
 
 
 def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Build T5 alone: its decoder knows positions by distances, which a tree's path has, too."""
+    """Build T5 alone: its decoder uses distances, which a tree's path has, too."""
     if config.model_type not in ENCODER_DECODERS:
         known = " and ".join(ENCODER_DECODERS)
         raise unsupported(checkpoint, f"of encoder-decoder models {known} are known")
     with _refusing(checkpoint):
         meta_model = _instantiate(AutoModelForSeq2SeqLM.from_config, config, dtype)
-        # transformers 5.17 tells none
+        # transformers 5.17 has none
         for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):
             part.set_attn_implementation(attention.BIASED)
         try_out(meta_model, dtype)
@@ -170,15 +169,15 @@ def _instantiate(
     replace_linears(meta_model, WIDENED_GATES.get(config.model_type, ()))
     prepare_experts(meta_model)
     if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):
-        meta_model.base_model_prefix = "model"  # Llama 4 has it from when it lies inside of another
+        meta_model.base_model_prefix = "model"  # Llama 4 keeps the prefix of a model inside another
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
-    # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would
-    # go uncapped.
+    # transformers up to 5.19 claims sdpa for soft-capped families, whose scores would not be
+    # capped.
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     if STATE_CACHE in signature(type(meta_model).forward).parameters:
         meta_model.register_forward_pre_hook(_hand_on_cache, with_kwargs=True)
     if config.model_type in LIGHTNING:
-        # it refuses any cache but its own, and hands on what is given it
+        # it refuses any cache except its own, and passes on the one it is given
         meta_model.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "use_cache": False}), with_kwargs=True
         )
@@ -188,13 +187,13 @@ def _instantiate(
 
 
 def _hand_on_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Hand the cache on to Mamba, which has another name for it in older versions."""
+    """Pass the cache on to Mamba, under its other name in older versions."""
     renamed = {CACHE: STATE_CACHE}
     return args, {renamed.get(key, key): value for key, value in kwargs.items()}
 
 
 def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
-    """Keep what a family never lets be rounded (router biases), which `from_config` does not heed."""
+    """Keep in float32 what a family never rounds (router biases), which `from_config` ignores."""
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
     for name, tensor in meta_model.state_dict(keep_vars=True).items():
         if any(pattern.search(name) for pattern in kept):
@@ -204,10 +203,10 @@ def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> No
 def try_out(
     meta_model: PreTrainedModel, dtype: torch.dtype
 ) -> tuple[KVCache | None, nn.ModuleList]:
-    """Run a pass without numbers over layers of every kind: a config may ask for what cannot be.
+    """Run layers of every kind without numbers: a config may ask for the impossible.
 
-    Returns the cache that it has filled, None where it came to what looks at numbers, and the
-    layers that a copy was cut to, see `kinds_of`.
+    Returns the filled cache, None if the pass needed numbers, and the layers of the cut copy, see
+    `kinds_of`.
     """
     scales = (getattr(module, "scaling", None) for module in meta_model.modules())
     if any(isinstance(scale, complex) for scale in scales):
@@ -229,7 +228,7 @@ def try_out(
         with torch.inference_mode(), cache.running():
             logits = trial(input_ids=rows, **inputs).logits
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error).lower():  # what looks at numbers cannot be tried without them
+        if "meta" not in str(error).lower():  # code that reads numbers cannot be tried without them
             raise
         return None, layer_stacks(trial)[0]
     else:
@@ -252,10 +251,10 @@ def kinds_of(meta_model: PreTrainedModel) -> list[int]:
 
 
 def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy up to the first layer of the last kind; its rotary embeddings are its own."""
+    """Return a copy cut after the first layer of the last kind, with rotary embeddings of its own."""
     with cut_stack(meta_model, slice(max(kinds_of(meta_model)) + 1)):
         trial = copy.deepcopy(meta_model)
-    # their fused products want types and processors that the real ones are not of
+    # their fused products need types and processors that only the real layers have
     if getattr(trial.config, "_experts_implementation", None) is not None:
         trial.set_experts_implementation(EXPERTS)
     return trial
@@ -263,7 +262,7 @@ def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
-    """Refuse what transformers raises about a config; `likely` may explain what has no value."""
+    """Turn transformers' exceptions about a config into `UserError`; `likely` may be the cause."""
     try:
         yield
     except Exception as error:
@@ -288,14 +287,14 @@ def _refusing(checkpoint: Checkpoint, likely: str = "") -> Iterator[None]:
 
 
 def _missing(config: Any) -> str:
-    """Return the key that a family stumbles over where its config has no value for it."""
+    """Return the key without a value that made a family fail."""
     settings = config.to_dict()
     missing = [name for name in NEEDED_OF_CONFIGS if name in settings and settings[name] is None]
     return f"config.json has no {' and no '.join(missing)}" if missing else ""
 
 
 def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
-    """Refuse kinds of layers that transformers would refuse without naming them."""
+    """Raise `UserError` for kinds of layers that transformers would refuse without naming them."""
     known = {*ALLOWED_LAYER_TYPES, *_ATTENTION, *_RECURRENT, *_INDEXED_BEFORE, *_BY_ROW}
     parts = (checkpoint.config, checkpoint.config.get("text_config"))
     lists = (part.get(name) for part in parts if isinstance(part, dict) for name in _KIND_LISTS)
@@ -307,7 +306,7 @@ def _refuse_unknown_kinds(checkpoint: Checkpoint) -> None:
 def _refuse_states(
     checkpoint: Checkpoint, config: Any, is_following: list[bool], is_choosing: list[bool]
 ) -> None:
-    """Refuse layers that keep a state or an index, and are of no kind that follows trees."""
+    """Raise `UserError` for layers with a state or an index of a kind that cannot follow trees."""
     kinds = _kinds_of(config)
     allowed = {*_ATTENTION, *_BY_ROW}
     if len(kinds) != len(is_following) and {*kinds} - allowed:
@@ -336,7 +335,7 @@ def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
 
 
 def too_old(checkpoint: Checkpoint, reason: str, other_way: str = "") -> UserError:
-    """Say that a newer transformers has `what` as it is needed, and what would do without."""
+    """Return the error that `what` needs a newer transformers, and the option that avoids it."""
     rule = f"{checkpoint.name}: transformers {transformers.__version__} is too old for"
     kind = f"model type {checkpoint.config.get('model_type')}"
     return UserError(

@@ -1,4 +1,4 @@
-"""One pass over the rows of one text or of several: what it takes for its cache and for its mask.
+"""One pass over the rows of one or several texts: its cache and its mask.
 
 A pass has parts, each of one text, which sees the columns of that text alone. Products take all
 rows at once, attention takes part by part: so what a row gets does not depend on other texts, but

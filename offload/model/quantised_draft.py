@@ -1,10 +1,10 @@
-"""Matrices of a resident model that are held at 4 or 8 bits, and how rows are multiplied with them.
+"""Matrices of a resident model at 4 or 8 bits, and their products with rows.
 
-Few rows go through integer products, which read no more than what is held: at 4 bits our own where
-the processor has instructions for it (`kernels/int4_products.py`), else torch's. For many, a matrix is
-expanded into a scratch that all share, and multiplied as ever. From how many rows on the latter is
-faster is tried out on the largest matrix. Rounding is to the nearest. Invariant: a layer
-that was taken over keeps nothing of its slab.
+Few rows use integer products, which read only the quantised words: at 4 bits our own if the
+processor has the instructions (`kernels/int4_products.py`), else torch's. For many rows a matrix is
+expanded into a shared scratch buffer for a normal product. A trial on the largest matrix finds the
+number of rows from which that is faster. Rounding is to the nearest. Invariant: a layer that was
+taken over keeps nothing of its slab.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,13 +1,13 @@
-"""States of recurrent and convolutional layers, beside keys and values, at few positions of a text.
+"""A cache with the states of recurrent and convolutional layers at a few positions of a text.
 
     [0, length)             in `_here`
     [length, length + C)    certain to be committed, in `_trunk`
     behind it               a tree, as inputs
 
-A pass computes the states of its rows and lets them go; of rows whose fate is open only what they
-bring is kept, from which `commit` runs the accepted path again. Rows that are certain, such as a
-prompt's, leave one state behind the last of them. States are never written over, so a holder of one
-has it for good. Invariant: a state is that of exactly the positions that its `length` says.
+A pass computes the states of its rows and drops them; for rows that may be rejected only the inputs
+are kept, from which `commit` runs the accepted path again. Rows that are certain, such as a
+prompt's, leave one state after the last of them. States are never overwritten, so a reference to
+one stays valid. Invariant: a state is that of exactly the positions that its `length` says.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
-"""How rows of a tree pass through a recurrent layer, in an order in which few states are held.
+"""The order in which a tree's rows pass through a recurrent layer, so that few states are alive.
 
-A row begins with the state that its parent ends with. Where the states of all rows are small they
-go level by level, all rows of one depth in one step. Large ones go branch by branch, the heaviest
-last: a state goes when its last child has begun, and of N rows at most log2(N) + 2 states are held.
+A row starts from its parent's state. If all rows' states together are small, rows go level by
+level, those of one depth in one step. Large states go branch by branch, the heaviest last: a state
+is dropped when its last child has started, and of N rows at most log2(N) + 2 states are alive.
 Either way a row takes the same operations.
 
-Rows are numbered as they were run; -1 is the state behind which all of them lie.
+Rows are numbered in the order in which they were run; -1 is the state before all of them.
 """
 
 from collections import Counter, defaultdict

@@ -1,9 +1,9 @@
-"""With how many rows a product gives a row the same bits: found by trial, as nothing is promised.
+"""The numbers of rows for which a product gives a row the same bits, found by trial.
 
-A library chooses by shape, type, processor and threads how it adds up, and in 16 bits one order
-shows in one of 30,000 numbers alone. So a product is tried on numbers whose sums cancel: what is
-left of each is rounding, and many a number tells which order it was added up in. What differs with
-the threads, or by where a row stands, is never used.
+A library promises nothing: shape, type, processor and threads decide its order of summation, and in
+16 bits a different order may show in one of 30,000 numbers only. So a product is tried on numbers
+whose sums cancel: what is left is rounding, and many of these numbers show the order of summation.
+Sizes whose results differ with the threads, or with a row's place, are never used.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,10 @@
 """Hidden states of the target that a drafter reads, kept until the drafter has taken them.
 
-A pass over the target computes what heads trained on it (MTP layers, EAGLE-3, DFlash) start from.
-`Taps` names those states; a `TapLog` holds them for the committed tokens of one text. It lies with
-the text's cache and follows it: `commit` picks the rows of the accepted path, `clear` cuts. So an
-interrupted step, a prompt of several passes and many texts in one pass need nothing of their own.
+A pass over the target computes the states from which heads trained on it start (MTP layers,
+EAGLE-3, DFlash). `Taps` names those states; a `TapLog` keeps them for one text's committed tokens.
+It belongs to the text's cache and follows it: `commit` picks the rows of the accepted path, `clear`
+cuts. So interrupted steps, prompts of several passes and many texts in one pass need no special
+treatment.
 
 Invariant: rows of a log are those of committed positions [first, end), without a gap.
 

@@ -1,6 +1,6 @@
 """The streamed model: one sweep over its layers scores the token trees of a batch of texts.
 
-It holds weights and no text: the cache of the text's keys and values is lent to it for every call.
+It holds weights and no text: each call gets the text's cache.
 """
 
 import sys
@@ -31,15 +31,15 @@ class Target:
     Args:
         model: embeddings and head are bound for good.
         stream: its layers.
-        plan: says how large a cache is, how many rows are scored at once, how many committed tokens
-            one sweep takes in beside the tree (a longer prompt takes several), and the context.
-            Positions beyond that are never emitted: nodes that lie there are computed as if at the
-            last one, because some rotary embeddings (dynamic, longrope) turn every row by the
-            largest position of a pass. So are nodes beyond a turning point that their text has not
-            reached, see `turn`.
-        device: that it computes on.
-        on_layer: hears of every layer of a sweep that has run.
-        experts: routed ones, where they come on demand.
+        plan: has the size of a cache, the rows scored at once, the committed tokens that a sweep
+            reads in addition to the tree (a longer prompt takes several), and the context.
+            Positions beyond the context are never emitted: nodes there are computed as if at the
+            last position, because some rotary embeddings (dynamic, longrope) rotate every row by
+            the largest position of a pass. So are nodes beyond a turning point that their text has
+            not reached, see `turn`.
+        device: computes.
+        on_layer: called for every layer of a sweep that has run.
+        experts: routed experts, if they come on demand.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Target:
         self._max_logits = plan.num_logits_rows
         self._cache_slots = plan.cache_slots
         self._coding = CODINGS.get(plan.kv_dtype)
-        # kernels move rows of the usual types
+        # kernels move rows of these types
         self._gather = kernels.kv_commit if self._coding is None else None
         self._device = device
         self._taps: Taps | None = None
-        # to be entered by every thread that computes with it
+        # every thread that computes with it has to enter this
         self.computing = device.computing
         model.stream_layers(stream, on_layer)
         if experts is not None:
@@ -103,20 +103,20 @@ class Target:
         return cache
 
     def tap(self, taps: Taps | None) -> None:
-        """Let caches that are made from now on log these states of what they commit."""
+        """Log these states of committed tokens in caches made from now on."""
         self._taps = taps
 
     def share_sweeps(self, caches: Sequence[KVCache]) -> None:
-        """Let sweeps serve the texts of these new caches. Raises `UserError` where they cannot."""
+        """Let sweeps serve these new caches' texts together. Raises `UserError` if they cannot."""
         self._model.share_passes()
         KVCache.side_by_side(caches)
 
     def turn(self, tokens: Sequence[int], cache: KVCache) -> None:
-        """Have a cache forget keys that do not fit a text of this length.
+        """Drop a cache's keys if they do not fit a text of this length.
 
-        Longrope turns all positions of a text by its long factors once it is longer than the turning
-        point. Which factors a pass takes follows from its largest position, so all of its texts
-        must lie on one side.
+        Longrope rotates all positions of a text by long factors once it is longer than the turning
+        point. A pass chooses its factors by its largest position, so all of its texts must be on
+        the same side.
         """
         is_long = self._turning_point is not None and len(tokens) > self._turning_point
         if cache.is_long != is_long:
@@ -124,7 +124,7 @@ class Target:
             cache.is_long = is_long
 
     def num_scored(self, num_tokens: int) -> int:
-        """Count the tokens that one pass can score behind these: at the turning point it ends."""
+        """Count the tokens that one pass can score after these: it ends at the turning point."""
         turn = self._turning_point
         return sys.maxsize if turn is None or num_tokens > turn else turn + 1 - num_tokens
 

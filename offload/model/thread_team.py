@@ -1,10 +1,9 @@
-"""Threads that share one product or attention by its parts, each computing its own alone.
+"""Threads that share the parts of one product or attention, each part computed by one thread.
 
-torch divides every single operation among its threads and waits for all of them at its end. A
-product that is made block by block has hundreds of such ends, and a thread whose core was taken by
-another process holds up each of them. Here the threads take one part after the other until none is
-left, so a slow one takes fewer. A part is computed by one thread: its bits cannot depend on how
-many there are.
+torch divides every operation among its threads and waits for all of them at its end. A product made
+block by block has hundreds of such ends, and a thread whose core another process took delays each
+of them. Here threads take one part after the other until none is left, so a slow thread takes
+fewer. One thread computes a part, so its bits cannot depend on the number of threads.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""A Hugging Face causal language model whose weights are streamed: its passes over bytes we place.
+"""Passes of a Hugging Face causal language model whose weights are streamed.
 
-How weights come is `bound.py`. What is computed is what transformers does: its own forward.
+`bound.py` provides the weights; the forward pass is transformers' own.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ from offload.model.path_attention import attend_along_paths, path_rows
 from offload.model.wide_products import WideProducts, lacks_products
 from offload.sampling.logits import Logits
 
-# by window; None: nothing is masked
+# by window; None: without a mask
 Masks = Mapping[Window, Tensor | PathRows | BatchMask | None]
-# `path_attention_kernel`, or what computes the same
+# `path_attention_kernel`, or a function with the same result
 Attend = Callable[..., Tensor]
 # the rows of one text, num_logits -> logits, or None to decline
 Replay = Callable[[BatchPart, int], Tensor | None]

@@ -1,4 +1,4 @@
-"""Products of 16-bit numbers where the processor has no instructions for them: in float32.
+"""Products of 16-bit numbers in float32, for processors without instructions for them.
 
 oneDNN multiplies bfloat16 on processors with AVX-512, at half the rate of the code here where these
 have no instructions for it, and float16 on fewer still. Elsewhere torch adds up number after

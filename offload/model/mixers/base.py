@@ -1,10 +1,10 @@
-"""What mixers have in common: their place in a layer, their convolution, and how states take steps.
+"""The base of mixers: their place in a layer, their convolution, and how states advance.
 
-A mixer lets rows of a text see what came before them by a state. A library's follows one chain of
-tokens, so a module of ours takes its place as a child of the layer: it has the same children and
-parameters under the same names, and follows the trees of a pass (`PassCache.running`). Projections, norms and
-gates that do nothing across rows are the library's children, called as modules. Invariant: what a
-mixer does across rows goes through `convolve` and `scan`.
+A mixer carries information from earlier rows in a state. A library's mixer follows one chain of
+tokens, so a module of ours replaces it in the layer: it has the same children and parameters under
+the same names, and follows the trees of a pass (`PassCache.running`). Projections, norms and gates
+that mix no rows stay the library's modules. Invariant: everything that a mixer does across rows
+goes through `convolve` and `scan`.
 """
 
 from abc import ABC, abstractmethod
@@ -24,15 +24,15 @@ from offload.model.linear import PLAIN, Products
 from offload.model.parts import BatchPart, running_parts
 
 RowInputs = dict[str, Tensor]  # (T, ...) each
-Stepped = tuple[Tensor, Tensor]  # outputs of rows, and states behind them
+Stepped = tuple[Tensor, Tensor]  # outputs of rows, and states after them
 
 
 class Steps(NamedTuple):
-    """The steps that rows take, in an order in which few states are held, see `RowTree.slots`."""
+    """The steps that rows take, ordered so that few states are alive, see `RowTree.slots`."""
 
     step_R3: Tensor
     num_slots: int
-    is_kept: bool  # whether any leaves its state in `AFTER`
+    is_kept: bool  # whether any step leaves its state in `AFTER`
 
     @classmethod
     def from_rows(cls, steps: Sequence[tuple[int, int, int]]) -> "Steps":
@@ -41,33 +41,33 @@ class Steps(NamedTuple):
         return cls(torch.tensor(steps), max([0, *targets]) + 1, AFTER in targets)
 
 
-LEAST_CHUNK = 16  # rows: fewer are as quick one by one
-CHUNK_FLOATS = 5 * 64  # of each row and head, while a prompt is read in chunks of 64 rows
+LEAST_CHUNK = 16  # rows: fewer are as fast one by one
+CHUNK_FLOATS = 5 * 64  # numbers of each row and head, while a prompt is read in chunks of 64 rows
 
 
 class Inputs(NamedTuple):
-    """What rows bring to a recurrence."""
+    """The inputs that rows bring to a recurrence."""
 
     rows: RowInputs
-    fixed: RowInputs  # what all rows have in common, no view of a weight
+    fixed: RowInputs  # shared by all rows, no view of a weight
 
     @property
     def num_rows(self) -> int:
         return next(iter(self.rows.values())).shape[0]
 
     def part(self, some: slice | Tensor) -> "Inputs":
-        """Return those of some rows."""
+        """Return the inputs of some rows."""
         return self._replace(rows={name: row_T[some] for name, row_T in self.rows.items()})
 
 
 class Recurrence(ABC):
-    """How states take steps. It knows sizes and no weights, so that `commit` needs none.
+    """How states advance. It knows sizes and no weights, so that `commit` needs none.
 
-    A step takes the operations of the library's function for one token, with the rows of one level
+    A step uses the operations of the library's function for one token, with the rows of one level
     of a tree as its batch.
 
     Attributes:
-        products: how outputs are multiplied, see `Mixer`.
+        products: multiply outputs, see `Mixer`.
     """
 
     products: Products = PLAIN
@@ -82,14 +82,14 @@ class Recurrence(ABC):
 
     @abstractmethod
     def advance(self, state: Tensor, ready: RowInputs) -> Tensor:
-        """Return new states (W, ...) of W rows, each behind one of its own, which stays as it is."""
+        """Return new states (W, ...) of W rows, one from each given state, which is not changed."""
 
     @abstractmethod
     def read(self, state: Tensor, ready: RowInputs) -> Tensor:
-        """Return the outputs (W, ...) of W rows by the states behind them."""
+        """Return the outputs (W, ...) of W rows from the states after them."""
 
     def run(self, state: Tensor, inputs: Inputs, *, is_exact: bool) -> Stepped:
-        """Return outputs (T, ...) and the last state (1, ...) of T rows, one behind the other.
+        """Return outputs (T, ...) and the last state (1, ...) of a chain of T rows.
 
         `is_exact` asks for the arithmetic of single steps.
         """
@@ -97,7 +97,7 @@ class Recurrence(ABC):
         return (self._by_steps if is_by_steps else self._together)(state, inputs)
 
     def _together(self, state: Tensor, inputs: Inputs) -> Stepped:
-        """Do what `run` does in the way that is quickest for many rows."""
+        """Do what `run` does in the fastest way for many rows."""
         return self._by_steps(state, inputs)
 
     def _by_steps(self, state: Tensor, inputs: Inputs) -> Stepped:
@@ -113,11 +113,11 @@ class Recurrence(ABC):
         return joined(outs), state
 
     def walks(self, device: torch.device) -> bool:
-        """Return True if `walk` does better than step after step."""
+        """Return True if `walk` is better than step after step."""
         return False
 
     def walk(self, state: Tensor, inputs: Inputs, steps: Steps) -> Stepped:
-        """Return outputs (T, ...) of the rows that take a step, and the state that is kept."""
+        """Return outputs (T, ...) of the rows that take a step, and the kept state."""
         raise NotImplementedError
 
 
@@ -127,13 +127,13 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class Mixer(nn.Module, ABC):
-    """A mixer over the parameters of a library's, which it takes over.
+    """A mixer that takes over the parameters of a library's.
 
     Attributes:
-        REQUIRED, OPTIONAL: names of the parameters by which the library's module is recognised.
-        READ: names of the children that are never called: their parameters are read here.
-        layer_idx: the number of its layer, by which caches know its states.
-        products: how it multiplies beside its children, see `choose_products`.
+        REQUIRED, OPTIONAL: names of parameters by which the library's module is recognised.
+        READ: names of children that are not called, since their parameters are read here.
+        layer_idx: the number of its layer, by which caches store its states.
+        products: do its own products, see `choose_products`.
     """
 
     REQUIRED: ClassVar[frozenset[str]]
@@ -151,7 +151,7 @@ class Mixer(nn.Module, ABC):
         self.train(source.training)
 
     if TYPE_CHECKING:
-        # children and parameters are those of the module that it replaces
+        # children and parameters are those of the replaced module
         def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
@@ -168,12 +168,12 @@ class Mixer(nn.Module, ABC):
         """Return the outputs (1, T, D) of all rows of the pass."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Do what the library's module does; caches and masks that it hands on are not needed."""
+        """Do what the library's module does; its caches and masks are not needed."""
         assert running_parts()[-1].rows.stop == hidden_states.shape[1], "all rows of the pass"
         return self.mix(hidden_states)
 
     def convolve(self, input_TC: Tensor, convolution: Any, activation: str | None = None) -> Tensor:
-        """Return (T, C): each row's sum of the last inputs on its path, by the taps of the weight."""
+        """Return (T, C): each row's sum over the last inputs on its path, weighted by the taps."""
         weight_CR = convolution.weight[:, 0]
         outs = [
             _states_of(part).convolve(
@@ -187,7 +187,7 @@ class Mixer(nn.Module, ABC):
         return out_TC.to(input_TC.dtype)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Return the outputs (T, ...) of all rows, each behind the state of its parent."""
+        """Return the outputs (T, ...) of all rows, each from its parent's state."""
         recurrence.products = self.products
         parts = running_parts()
         if len(parts) == 1:
@@ -207,7 +207,7 @@ class Mixer(nn.Module, ABC):
 
 
 class PairMixer(Mixer):
-    """A mixer whose layer expects weights of an attention beside the output, and ignores them."""
+    """A mixer whose layer also expects attention weights in its output, and ignores them."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         """See `Mixer`."""
@@ -216,12 +216,12 @@ class PairMixer(Mixer):
 
 @cache
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the library's activation of this name, kept for all layers and passes."""
+    """Return the library's activation of this name, cached for all layers and passes."""
     return ACT2FN[name]
 
 
 def _states_of(part: BatchPart) -> Any:
-    """Return the cache of a text, which is a `RecurrentCache` where layers have states."""
+    """Return a text's cache, a `RecurrentCache` if layers have states."""
     return part.cache
 
 
@@ -240,7 +240,7 @@ def num_of(config: Any, *names: str) -> int:
 
 
 def require_multiple(many: str, num_many: int, few: str, num_few: int) -> None:
-    """Raise `ValueError` where heads cannot be shared evenly among what serves several of them."""
+    """Raise `ValueError` if heads cannot be shared evenly among groups."""
     if num_many % num_few:
         rule = f"{many} in config.json must be a multiple of {few}"
         raise ValueError(f"{rule}, got {num_many} and {num_few}")
