@@ -28,7 +28,11 @@ _DOORS = {
 }
 # told by their help alone, where no other command has it
 _ALONE = {("serve",), ("plan",), ("tune",), ("demo",), ("pack",), ("verify",)}
-_LOADING = ("generate", "chat", "serve", "plan", "tune")
+# the larger set first
+_SETS = {
+    "*loading*": ("generate", "chat", "serve", "plan", "tune"),
+    "*writing*": ("generate", "chat", "serve"),
+}
 _HEAD = '''"""Keywords of `Decoder.generate` and `stream`, for editors and type checkers.
 
 Made by `python .ci/option_docs.py` of what is declared: change that.
@@ -102,7 +106,9 @@ def _row(option: Option) -> str:
     is_none = ("None", "False", "", "()")
     shown = [f"`{value}`{place}" for value, place in defaults.items() if str(value) not in is_none]
     doors = [_door(option, door) for door in option.doors if door in _DOORS]
-    commands = "*loading*" if option.commands == _LOADING else ", ".join(option.commands)
+    commands = ", ".join(option.commands)
+    for name, members in _SETS.items():
+        commands = commands.replace(", ".join(members), name)
     also = f". Also: {', '.join(doors)}" if doors else ""
     meaning = f"{option.doc or option.help}{also}"
     cells = (cell.replace("|", r"\|") for cell in (names, commands, ", ".join(shown), meaning))
