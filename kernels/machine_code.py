@@ -5,7 +5,7 @@ own. numba has no words for some of it, takes more memory and a longer start.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +122,7 @@ class CompiledCode(NamedTuple):
 def compiled(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     """Return functions of a module, each of which takes arguments of these kinds of `ctypes`."""
     code = _made(module, kinds)
-    give_back()
+    drop_library_pages()
     return code
 
 
@@ -148,32 +148,42 @@ def _made(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     return CompiledCode(functions, engine)
 
 
-def give_back() -> None:
-    """Take what is read of LLVM's file out of this process's memory.
+def drop_library_pages() -> None:
+    """Free the pages of LLVM's library that this process has only read.
 
-    Of LLVM's 74 MiB 63 are such pages. They come again if they are needed again, as for the next
-    function. What was ever written to has no file behind it and stays, also where it may only be
-    read by now, and where a child that was forked shares it.
+    They are 63 of its 74 MiB, and come back when they are needed, as for the next function. Pages
+    that were ever written to have no file behind them and stay, even if they are read-only by now
+    or shared with a forked child.
     """
     try:
         lines = _PAGES.read_text().splitlines()
     except OSError:
         return
     system = ctypes.CDLL(None)
-    place: list[str] = []
-    own_kib = 0
+    for start, end in _unwritten_ranges(lines):
+        system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+
+
+def _unwritten_ranges(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
+    """Yield [start, end) of the library's mappings without written pages, from lines of smaps.
+
+    Dirty pages do not count as written: those of a file that was just installed are dirty until
+    they are on the disk.
+    """
+    mapping: list[str] = []  # addresses, permissions, ..., path
+    written_kib = 0
     for line in lines:
         name, *values = line.split()
         if not name.endswith(":"):
-            place = line.split()
-            own_kib = 0
-        # not the dirty ones: those of a file that was just installed are, until it is on the disk
+            mapping = line.split()
+            written_kib = 0
         elif name in ("Anonymous:", "Swap:"):
-            own_kib += int(values[0])
-        # the last line of a mapping
-        elif name == "VmFlags:" and not own_kib and _LIBRARY in place[-1] and "w" not in place[1]:
-            start, end = (int(bound, 16) for bound in place[0].split("-"))
-            system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_DONTNEED)
+            written_kib += int(values[0])
+        elif name == "VmFlags:":  # the last line of a mapping
+            is_library = _LIBRARY in mapping[-1] and "w" not in mapping[1]
+            if is_library and not written_kib:
+                start, end = mapping[0].split("-")
+                yield int(start, 16), int(end, 16)
 
 
 class Code:

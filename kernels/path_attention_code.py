@@ -1,9 +1,21 @@
-"""The instructions of attention along paths on a CPU: see `path_attention_cpu.py`."""
+"""The instructions of attention along paths on a CPU: see `path_attention_cpu.py`.
+
+A tile is some rows of the pass and the heads of one set; each row and head is a query. For a tile:
+
+    scores[query] = queries[query] . keys          `score`, two queries and a block at a time
+    scores -> weights, totals                      `soften`: caps, hidden positions, sinks, 2^x
+    sums[query] = weights[query] . values          `gather`, two queries and a block at a time
+    out[query] = sums[query] / totals[query]
+
+Blocks of `BLOCK` positions before `base` are the same for all rows of a tile and are widened to
+float32 once for all of them; behind it each row has columns of its own, which its walk lists. Names
+are those of LLVM's values: an address is a pointer, a number is an index of 64 bits.
+"""
 
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +42,8 @@ _LEAST_POWER = -126.0
 # of the series of 2^f for f within one half of 0: what is left out is below half a rounding
 _NUM_POWERS = 8
 NAME = "attend"
+# takes two queries, the first position of a block, and the number of its rows
+_WorkOnPair = Callable[[Sequence[Any], Any, Any], None]
 
 
 @cache
@@ -39,24 +53,33 @@ def code_for(dtype: torch.dtype) -> CompiledCode:
 
 
 class _Tile(NamedTuple):
-    """Values of one tile: A rows are queries of its rows and the heads of its set."""
+    """The rows of one tile, and its scratch memory in the room of its thread."""
 
-    first_row: Any
+    first_row: Any  # of the pass
     num_rows: Any
-    num_all: Any
+    num_queries: Any  # rows times heads of the set
     first_head: Any
-    group: Any
-    query: Any
-    first: Any  # positions before `base` that some row looks at
+    group: Any  # of keys and values
+    query: Any  # address of the first query
+    first: Any  # positions [first, end) before `base` that some row sees
     end: Any
-    block: Any  # in room: keys or values of a block, scores, sums of values and of weights
+    block: Any  # addresses in the room: a block of keys or values in float32
     scores: Any
-    sums: Any
-    totals: Any
+    sums: Any  # of values
+    totals: Any  # of weights
+
+
+class _States(NamedTuple):
+    """Keys or values of one group of heads."""
+
+    begin: Any  # address
+    row_step: Any  # from one row to the next
+    width: Any  # of a row
+    whole: Any  # of a row of the block, padded
 
 
 class _PathAttention(Code):
-    """The instructions: what is done with a block, and then the whole."""
+    """The functions `widen`, `score`, `soften`, `gather` and, of these, `attend`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, EIGHT)
@@ -75,7 +98,7 @@ class _PathAttention(Code):
         return self._ir.Function(self._module, self._ir.FunctionType(kind, [self._eight]), name)
 
     def _write_widen(self) -> Any:
-        """widen(to, from, row, first, columns, count, width, whole): rows to float32, with zeros
+        """Write widen(to, from, row, first, columns, count, width, whole): rows to float32, with zeros
         behind; those of `columns`, or those from `first` on.
         """
         index = self._index
@@ -114,7 +137,7 @@ class _PathAttention(Code):
         return function
 
     def _write_score(self) -> Any:
-        """score(one, other, query, query, keys, count, whole): scores of two rows for `count`
+        """Write score(to, to, query, query, keys, count, whole): scores of two queries for `count`
         keys, and for up to three that lie behind them.
         """
         kinds = [*[self._number] * 5, *[self._index] * 2]
@@ -164,7 +187,7 @@ class _PathAttention(Code):
         return add(*halves)
 
     def _write_soften(self) -> Any:
-        """soften(scores, total, first, end, least, seen, chosen, sink, cap): leave weights where
+        """Write soften(scores, total, first, end, least, seen, chosen, sink, cap): leave weights where
         the scores of positions [first, end) are, and their sum; 0.0 for those that are not seen.
         """
         index = self._index
@@ -265,7 +288,7 @@ class _PathAttention(Code):
         return builder.select(is_small, self._eight([0.0] * EIGHT), scaled)
 
     def _write_gather(self) -> Any:
-        """gather(sum, sum, weight, weight, values, count, whole): add `count` values to the sums of
+        """Write gather(sum, sum, weight, weight, values, count, whole): add `count` values to the sums of
         two rows, one after the other, each times its weight.
         """
         kinds = [*[self._number] * 5, *[self._index] * 2]
@@ -296,7 +319,7 @@ class _PathAttention(Code):
         return function
 
     def _write_attend(self) -> None:
-        """attend(call, room): compute tiles, those of one set after the other."""
+        """Write attend(call, room): compute tiles, those of one set after the other."""
         index = self._index
         numbers = index.as_pointer()
         function = self._begin(NAME, [numbers, self._number])
@@ -314,170 +337,204 @@ class _PathAttention(Code):
             "cap": self._number,
         }
         values = self._given(call, [kinds.get(name, index) for name in FIELDS])
-        given = dict(zip(FIELDS, values, strict=True))
-        up = self._builder.add(given["num_rows"], self._add(given["tile_rows"], -1))
-        num_tiles = self._builder.udiv(up, given["tile_rows"])
+        fields = dict(zip(FIELDS, values, strict=True))
+        rounded_up = self._builder.add(fields["num_rows"], self._add(fields["tile_rows"], -1))
+        num_tiles = self._builder.udiv(rounded_up, fields["tile_rows"])
 
-        def attend(which: Any) -> None:
-            nth_set = self._builder.udiv(which, num_tiles)
-            nth = self._builder.urem(which, num_tiles)
-            self._compute(given, self._tile(given, room, nth_set, nth))
+        def attend(part: Any) -> None:
+            nth_set = self._builder.udiv(part, num_tiles)
+            nth_tile = self._builder.urem(part, num_tiles)
+            self._compute(fields, self._tile(fields, room, nth_set, nth_tile))
 
         self._share(call, attend)
         self._builder.ret_void()
 
-    def _tile(self, given: Mapping[str, Any], room: Any, nth_set: Any, nth: Any) -> _Tile:
+    def _tile(self, fields: Mapping[str, Any], room: Any, nth_set: Any, nth_tile: Any) -> _Tile:
         """Return a tile: its rows, and its scratch memory within `room`."""
         at, times = self._at, self._times
-        first_row = times(nth, given["tile_rows"])
-        left = self._builder.sub(given["num_rows"], first_row)
-        num_rows = self._least(given["tile_rows"], left)
-        num_all = times(num_rows, given["set_heads"])
-        begin = self._builder.add(times(nth_set, given["num_rows"]), first_row)
-        scores = at(room, times(self._most(given["whole"], given["value_whole"]), BLOCK))
-        sums = at(scores, times(num_all, given["score_row"]))
+        first_row = times(nth_tile, fields["tile_rows"])
+        left = self._builder.sub(fields["num_rows"], first_row)
+        num_rows = self._least(fields["tile_rows"], left)
+        num_queries = times(num_rows, fields["set_heads"])
+        begin = self._builder.add(times(nth_set, fields["num_rows"]), first_row)
+        scores = at(room, times(self._most(fields["whole"], fields["value_whole"]), BLOCK))
+        sums = at(scores, times(num_queries, fields["score_row"]))
         return _Tile(
             first_row,
             num_rows,
-            num_all,
-            first_head=times(nth_set, given["set_heads"]),
-            group=self._builder.udiv(nth_set, given["sets"]),
-            query=at(given["query"], times(times(begin, given["set_heads"]), given["whole"])),
-            first=self._builder.load(at(given["span"], times(nth, 2))),
-            end=self._builder.load(at(given["span"], self._add(times(nth, 2), 1))),
+            num_queries,
+            first_head=times(nth_set, fields["set_heads"]),
+            group=self._builder.udiv(nth_set, fields["sets"]),
+            query=at(fields["query"], times(times(begin, fields["set_heads"]), fields["whole"])),
+            first=self._builder.load(at(fields["span"], times(nth_tile, 2))),
+            end=self._builder.load(at(fields["span"], self._add(times(nth_tile, 2), 1))),
             block=room,
             scores=scores,
             sums=sums,
-            totals=at(sums, times(num_all, given["value_whole"])),
+            totals=at(sums, times(num_queries, fields["value_whole"])),
         )
 
-    def _compute(self, given: Mapping[str, Any], tile: _Tile) -> None:
-        """Compute one tile: all scores, then weights of all, then sums of values."""
-        builder, at, times = self._builder, self._at, self._times
+    def _compute(self, fields: Mapping[str, Any], tile: _Tile) -> None:
+        """Compute one tile, see the module."""
+        keys = self._states(fields, tile, "key", fields["width"], fields["whole"])
+        values = self._states(fields, tile, "value", fields["value_width"], fields["value_whole"])
+        score = partial(self._score_pair, fields, tile)
+        gather = partial(self._gather_pair, fields, tile)
+        self._each_block(fields, tile, keys, score)
+        self._each(0, tile.num_queries, 1, lambda query: self._weigh(fields, tile, query))
+        self._clear_sums(fields, tile)
+        self._each_block(fields, tile, values, gather)
+        self._each(0, tile.num_queries, 1, lambda query: self._write_mean(fields, tile, query))
 
-        def of_pair(start: Any, width: Any, pair: Sequence[Any]) -> list[Any]:
-            return [at(start, times(row, width)) for row in pair]
+    def _states(
+        self, fields: Mapping[str, Any], tile: _Tile, name: str, width: Any, whole: Any
+    ) -> _States:
+        """Return the keys or values of the tile's group."""
+        begin = self._times(tile.group, fields[f"{name}_group"])
+        return _States(self._at(fields[name], begin), fields[f"{name}_row"], width, whole)
 
-        def scores_of(pair: Sequence[Any], position: Any) -> list[Any]:
-            column = builder.sub(position, tile.first)
-            return [at(row, column) for row in of_pair(tile.scores, given["score_row"], pair)]
-
-        def score(pair: Sequence[Any], position: Any, count: Any) -> None:
-            queries = of_pair(tile.query, given["whole"], pair)
-            where = [*scores_of(pair, position), *queries, tile.block]
-            builder.call(self._score, [*where, count, given["whole"]])
-
-        def gather(pair: Sequence[Any], position: Any, count: Any) -> None:
-            sums = of_pair(tile.sums, given["value_whole"], pair)
-            where = [*sums, *scores_of(pair, position), tile.block]
-            builder.call(self._gather, [*where, count, given["value_whole"]])
-
-        def clear(place: Any) -> None:
-            self._store(self._eight([0.0] * EIGHT), at(tile.sums, place))
-
-        keys = self._group(given, tile, "key")
-        values = self._group(given, tile, "value")
-        self._with_blocks(given, tile, [*keys, given["width"], given["whole"]], score)
-        self._each(0, tile.num_all, 1, lambda row: self._weigh(given, tile, row))
-        self._each(0, times(tile.num_all, given["value_whole"]), EIGHT, clear)
-        sizes = [given["value_width"], given["value_whole"]]
-        self._with_blocks(given, tile, [*values, *sizes], gather)
-        self._each(0, tile.num_all, 1, lambda row: self._finish(given, tile, row))
-
-    def _group(self, given: Mapping[str, Any], tile: _Tile, name: str) -> tuple[Any, Any]:
-        """Return where keys or values of the tile's group begin, and how far a row is from the next."""
-        begin = self._times(tile.group, given[f"{name}_group"])
-        return self._at(given[name], begin), given[f"{name}_row"]
-
-    def _with_blocks(
+    def _score_pair(
         self,
-        given: Mapping[str, Any],
+        fields: Mapping[str, Any],
         tile: _Tile,
-        states: Sequence[Any],
-        work: Callable[[Sequence[Any], Any, Any], None],
+        pair: Sequence[Any],
+        position: Any,
+        count: Any,
     ) -> None:
-        """Do work with two rows and a block of keys or values, wherever rows look at it.
+        """Score two queries for `count` keys of the block, which begins at `position`."""
+        queries = self._addresses(tile.query, fields["whole"], pair)
+        scores = self._score_addresses(fields, tile, pair, position)
+        arguments = [*scores, *queries, tile.block, count, fields["whole"]]
+        self._builder.call(self._score, arguments)
 
-        Args:
-            states: where they begin, how far a row is from the next, their width, and in room.
-            work: takes two of the A rows, the block's first position, and how many it has.
-        """
-        builder = self._builder
-        begin, row_step, *sizes = states
+    def _gather_pair(
+        self,
+        fields: Mapping[str, Any],
+        tile: _Tile,
+        pair: Sequence[Any],
+        position: Any,
+        count: Any,
+    ) -> None:
+        """Add `count` values of the block, times their weights, to the sums of two queries."""
+        sums = self._addresses(tile.sums, fields["value_whole"], pair)
+        weights = self._score_addresses(fields, tile, pair, position)
+        arguments = [*sums, *weights, tile.block, count, fields["value_whole"]]
+        self._builder.call(self._gather, arguments)
+
+    def _addresses(self, begin: Any, step: Any, pair: Sequence[Any]) -> list[Any]:
+        """Return the addresses of two queries' numbers, `step` numbers for each query."""
+        return [self._at(begin, self._times(query, step)) for query in pair]
+
+    def _score_addresses(
+        self, fields: Mapping[str, Any], tile: _Tile, pair: Sequence[Any], position: Any
+    ) -> list[Any]:
+        """Return the addresses of two queries' scores, later weights, from a position on."""
+        column = self._builder.sub(position, tile.first)
+        rows = self._addresses(tile.scores, fields["score_row"], pair)
+        return [self._at(row, column) for row in rows]
+
+    def _clear_sums(self, fields: Mapping[str, Any], tile: _Tile) -> None:
+        def clear(number: Any) -> None:
+            self._store(self._eight([0.0] * EIGHT), self._at(tile.sums, number))
+
+        self._each(0, self._times(tile.num_queries, fields["value_whole"]), EIGHT, clear)
+
+    def _each_block(
+        self, fields: Mapping[str, Any], tile: _Tile, states: _States, work: _WorkOnPair
+    ) -> None:
+        """Widen blocks of keys or values, and do work with each and all queries that see it."""
 
         def shared(position: Any) -> None:
             count = self._index(BLOCK)
-            where = [tile.block, begin, row_step, position, self._columns(None), count]
-            builder.call(self._widen, [*where, *sizes])
-            self._pairs(self._index(0), tile.num_all, lambda pair: work(pair, position, count))
-
-        def unshared(row: Any) -> None:
-            nth_row = builder.add(tile.first_row, row)
-            base = self._walked(given, nth_row, 1)
-            seen = self._walked(given, nth_row, 0)
-            least = builder.load(self._at(given["least"], nth_row))
-            lo = self._times(row, given["set_heads"])
-            hi = builder.add(lo, given["set_heads"])
-            walk = self._at(given["walk"], self._times(nth_row, given["walk_row"]))
-
-            def block(position: Any) -> None:
-                count = self._least(self._index(BLOCK), builder.sub(seen, position))
-                columns = self._at(walk, self._add(builder.sub(position, base), HEADER))
-                where = [tile.block, begin, row_step, self._index(0), columns, count]
-                builder.call(self._widen, [*where, *sizes])
-                self._pairs(lo, hi, lambda pair: work(pair, position, count))
-
-            start = self._most(base, builder.and_(least, self._index(-BLOCK)))
-            self._each(start, seen, BLOCK, block)
+            self._widen_block(tile, states, position, self._columns(None), count)
+            pairs = (self._index(0), tile.num_queries)
+            self._pairs(*pairs, lambda pair: work(pair, position, count))
 
         self._each(tile.first, tile.end, BLOCK, shared)
-        self._each(0, tile.num_rows, 1, unshared)
+        self._each(
+            0, tile.num_rows, 1, lambda row: self._each_own_block(fields, tile, states, row, work)
+        )
+
+    def _each_own_block(
+        self,
+        fields: Mapping[str, Any],
+        tile: _Tile,
+        states: _States,
+        row: Any,
+        work: _WorkOnPair,
+    ) -> None:
+        """Do the same for blocks behind `base`, with the queries of one row of the tile."""
+        builder = self._builder
+        nth_row = builder.add(tile.first_row, row)
+        base = self._walked(fields, nth_row, 1)
+        seen = self._walked(fields, nth_row, 0)
+        least = builder.load(self._at(fields["least"], nth_row))
+        lo = self._times(row, fields["set_heads"])
+        hi = builder.add(lo, fields["set_heads"])
+        walk = self._at(fields["walk"], self._times(nth_row, fields["walk_row"]))
+
+        def own_block(position: Any) -> None:
+            count = self._least(self._index(BLOCK), builder.sub(seen, position))
+            columns = self._at(walk, self._add(builder.sub(position, base), HEADER))
+            self._widen_block(tile, states, self._index(0), columns, count)
+            self._pairs(lo, hi, lambda pair: work(pair, position, count))
+
+        start = self._most(base, builder.and_(least, self._index(-BLOCK)))
+        self._each(start, seen, BLOCK, own_block)
+
+    def _widen_block(
+        self, tile: _Tile, states: _States, first: Any, columns: Any, count: Any
+    ) -> None:
+        """Widen `count` rows of keys or values into the tile's block, see `_write_widen`."""
+        begin, row_step, width, whole = states
+        arguments = [tile.block, begin, row_step, first, columns, count, width, whole]
+        self._builder.call(self._widen, arguments)
 
     def _pairs(self, lo: Any, hi: Any, work: Callable[[Sequence[Any]], None]) -> None:
-        """Do work with two rows after the other; without a second the last is there twice."""
+        """Do work with queries [lo, hi) in pairs; an odd last one is paired with itself."""
         last = self._add(hi, -1)
-        self._each(lo, hi, 2, lambda row: work((row, self._least(self._add(row, 1), last))))
+        self._each(lo, hi, 2, lambda query: work((query, self._least(self._add(query, 1), last))))
 
-    def _weigh(self, given: Mapping[str, Any], tile: _Tile, row: Any) -> None:
-        """Let scores of one of the A rows be weights."""
-        nth_row, nth_head = self._place_of(given, tile, row)
-        seen = self._walked(given, nth_row, 0)
+    def _weigh(self, fields: Mapping[str, Any], tile: _Tile, query: Any) -> None:
+        """Turn the scores of one query into weights, and note their total."""
+        nth_row, nth_head = self._row_and_head(fields, tile, query)
+        seen = self._walked(fields, nth_row, 0)
         last = self._builder.and_(self._add(seen, EIGHT - 1), self._index(-EIGHT))
-        scores = self._at(tile.scores, self._times(row, given["score_row"]))
-        least = self._builder.load(self._at(given["least"], nth_row))
-        chosen = self._at(given["chosen"], self._times(nth_row, given["chosen_row"]))
-        sink = self._at(given["sink"], self._times(nth_head, given["sink_step"]))
+        scores = self._at(tile.scores, self._times(query, fields["score_row"]))
+        least = self._builder.load(self._at(fields["least"], nth_row))
+        chosen = self._at(fields["chosen"], self._times(nth_row, fields["chosen_row"]))
+        sink = self._at(fields["sink"], self._times(nth_head, fields["sink_step"]))
         span = [tile.first, self._most(tile.end, last), least, seen]
-        where = [scores, self._at(tile.totals, row)]
-        self._builder.call(self._soften, [*where, *span, chosen, sink, given["cap"]])
+        total = self._at(tile.totals, query)
+        self._builder.call(self._soften, [scores, total, *span, chosen, sink, fields["cap"]])
 
-    def _finish(self, given: Mapping[str, Any], tile: _Tile, row: Any) -> None:
-        """Write the means of one of the A rows."""
-        nth_row, nth_head = self._place_of(given, tile, row)
-        place = self._builder.add(self._times(nth_row, given["num_heads"]), nth_head)
-        out = self._at(given["out"], self._times(place, given["value_whole"]))
-        row_sums = self._at(tile.sums, self._times(row, given["value_whole"]))
-        total = self._repeated_at(tile.totals, row, self._eight)
+    def _write_mean(self, fields: Mapping[str, Any], tile: _Tile, query: Any) -> None:
+        """Write the weighted mean of values for one query to `out`."""
+        nth_row, nth_head = self._row_and_head(fields, tile, query)
+        nth_mean = self._builder.add(self._times(nth_row, fields["num_heads"]), nth_head)
+        out = self._at(fields["out"], self._times(nth_mean, fields["value_whole"]))
+        sums = self._at(tile.sums, self._times(query, fields["value_whole"]))
+        total = self._repeated_at(tile.totals, query, self._eight)
 
         def divide(column: Any) -> None:
-            mean = self._builder.fdiv(self._eight_at(row_sums, column), total)
+            mean = self._builder.fdiv(self._eight_at(sums, column), total)
             self._store(mean, self._at(out, column))
 
-        self._each(0, given["value_whole"], EIGHT, divide)
+        self._each(0, fields["value_whole"], EIGHT, divide)
 
-    def _place_of(self, given: Mapping[str, Any], tile: _Tile, row: Any) -> tuple[Any, Any]:
-        """Return the row of the pass and the head that one of the A rows is."""
-        nth_row = self._builder.udiv(row, given["set_heads"])
-        nth_head = self._builder.urem(row, given["set_heads"])
+    def _row_and_head(self, fields: Mapping[str, Any], tile: _Tile, query: Any) -> tuple[Any, Any]:
+        """Return the row of the pass and the head of a query."""
+        nth_row = self._builder.udiv(query, fields["set_heads"])
+        nth_head = self._builder.urem(query, fields["set_heads"])
         return (
             self._builder.add(tile.first_row, nth_row),
             self._builder.add(tile.first_head, nth_head),
         )
 
-    def _walked(self, given: Mapping[str, Any], row: Any, which: int) -> Any:
-        """Return a number of the walk of a row."""
-        place = self._add(self._times(row, given["walk_row"]), which)
-        return self._builder.sext(self._builder.load(self._at(given["walk"], place)), self._index)
+    def _walked(self, fields: Mapping[str, Any], row: Any, which: int) -> Any:
+        """Return number `which` of a row's walk: 0 the positions that it sees, 1 `base`."""
+        place = self._add(self._times(row, fields["walk_row"]), which)
+        return self._builder.sext(self._builder.load(self._at(fields["walk"], place)), self._index)
 
 
 def _single(number: float) -> float:

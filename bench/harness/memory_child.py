@@ -76,17 +76,14 @@ class _Meter:
 
 
 def _follow(order: Order) -> dict[str, Any]:
-    import transformers
-
+    """Load the models, write the texts, and return the memory of each phase."""
     from offload.checkpoint.open import open_headers
     from offload.checkpoint.packaged import PROMPT
     from offload.engine.hooks import Hooks
     from offload.engine.load import open_decoder
     from offload.planning.load_options import LoadOptions
 
-    # what transformers imports when it is first asked for
-    kind = transformers.CONFIG_MAPPING[open_headers(order.target).config["model_type"]]
-    _ = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    _import_model_class(open_headers(order.target).config["model_type"])
     meter = _Meter()
     options = LoadOptions(order.target, order.draft, profile="none", device="cpu", **order.options)
     moments = dict[str, float]()
@@ -102,8 +99,9 @@ def _follow(order: Order) -> dict[str, Any]:
         plan = decoder.plan
         for text in range(order.num_texts):
             meter.next_phase(f"text {text + 1}")
-            firsts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
-            decoder.generate([ids[first:] for first in firsts], seed=text, **text_options)
+            # ends of one prompt, so that no two of a round begin alike
+            starts = [(text + n) * _STEP % max(1, len(ids) // 2) for n in range(plan.parallel)]
+            decoder.generate([ids[start:] for start in starts], seed=text, **text_options)
         meter.next_phase("end")
     slots_bytes = plan.total_bytes - plan.fixed_bytes - plan.resident_bytes
     return {
@@ -114,6 +112,15 @@ def _follow(order: Order) -> dict[str, Any]:
         "phases": meter.phases,
         "first_layer_s": moments["first layer"] - started_s,
     }
+
+
+def _import_model_class(model_type: str) -> None:
+    """Import the module of a model's class, which transformers does when it is first asked for."""
+    import transformers
+
+    assert transformers.AutoModelForCausalLM, "imported by its name"
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    assert transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class], "imported by its config"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from offload.timer import timed
 GROUP = 128
 BLOCK = 128
 SMALL_GROUP = 64  # where a table is used
+MX_GROUP = 32
 # kinds of GGUF blocks: bytes and weights of each
 _BLOCKS = {"Q8_0": (34, 32), "Q4_K": (144, 256), "Q6_K": (210, 256)}
 _EXPONENT_WIDTHS = (4, 3)
@@ -35,6 +36,8 @@ COPY = "copy"
 
 
 class Sample(NamedTuple):
+    """Made-up words of one kind, and the shape that they expand to."""
+
     name: str
     kind: str  # the field of `Expansion`
     arguments: tuple[Any, ...]  # before `out`
@@ -74,51 +77,95 @@ def _words(random: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(0, 256, shape, generator=random).to(torch.uint8)
 
 
+class _Matrix(NamedTuple):
+    """Random words and scales of a matrix of this shape."""
+
+    random: torch.Generator
+    num_rows: int
+    num_columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, self.num_columns
+
+    def packed(self, num_bits: int) -> Tensor:
+        """Return int32 words of codes, row by row."""
+        num_bytes = num_bits * self.num_columns // 8
+        return _words(self.random, self.num_rows, num_bytes).view(torch.int32)
+
+    def packed_columns(self, num_bits: int) -> Tensor:
+        """Return int32 words of codes, packed down each column and seen as rows."""
+        sizes = (num_bits * self.num_columns // 32, 4 * self.num_rows)
+        return _words(self.random, *sizes).view(torch.int32).t()
+
+    def scales(self, group: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a scale for each row and group of columns."""
+        return (torch.rand(self.num_rows, self.num_columns // group) + 0.5).to(dtype)
+
+    def zeros(self, group: int, num_bits: int) -> Tensor:
+        """Return a zero point (int8) for each row and group of columns."""
+        words = _words(self.random, self.num_rows, self.num_columns // group)
+        return words.bitwise_and_((1 << num_bits) - 1).to(torch.int8)
+
+    def integers(self, name: str, codes: Tensor, num_bits: int, scale_NG: Tensor) -> Sample:
+        """Return a sample of integers without zero points."""
+        group = self.num_columns // scale_NG.shape[1]
+        return Sample(name, "integers", (codes, num_bits, scale_NG, None, group), self.shape)
+
+
 def _in_rows(random: torch.Generator, num_rows: int, num_columns: int) -> Iterator[Sample]:
     """Yield the kinds whose words keep the rows of the matrix."""
+    matrix = _Matrix(random, num_rows, num_columns)
+    yield from _float_samples(matrix)
+    yield from _integer_samples(matrix)
+    yield from _table_samples(matrix)
 
-    def scales(num_groups: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return (torch.rand(num_rows, num_groups) + 0.5).to(dtype)
 
-    def integers(name: str, codes: Tensor, num_bits: int, scale_NG: Tensor) -> Sample:
-        group = num_columns // scale_NG.shape[1]
-        return Sample(name, "integers", (codes, num_bits, scale_NG, None, group), shape)
-
-    shape = (num_rows, num_columns)
-    num_groups = num_columns // GROUP
-    scale_AB = torch.rand(num_rows // BLOCK, num_columns // BLOCK) + 0.5
-    weight_NK = _words(random, *shape).bitwise_and_(0xBF).view(torch.float8_e4m3fn)  # no NaN
+def _float_samples(matrix: _Matrix) -> Iterator[Sample]:
+    """Yield FP8 with scales for blocks, and MXFP8."""
+    shape = matrix.shape
+    scale_AB = torch.rand(matrix.num_rows // BLOCK, matrix.num_columns // BLOCK) + 0.5
+    words = _words(matrix.random, *shape)
+    weight_NK = words.bitwise_and_(0xBF).view(torch.float8_e4m3fn)  # no NaN
     yield Sample("fp8, blocks", "float8", (weight_NK, scale_AB, (BLOCK, BLOCK)), shape)
-    packed = _words(random, num_rows, num_columns // 2).view(torch.int32)
-    yield integers("int4, groups", packed, 4, scales(num_groups, torch.bfloat16))
-    # words of eight numbers of a column
-    packed = _words(random, num_columns // 8, 4 * num_rows).view(torch.int32).t()
-    yield integers("int4, GPTQ", packed, 4, scales(num_groups, torch.float16))
-    scale_NG = scales(num_columns // SMALL_GROUP, torch.bfloat16)
-    added_NG = scales(num_columns // SMALL_GROUP, torch.bfloat16)
-    packed = _words(random, num_rows, num_columns // 2).view(torch.int32)
-    mlx_arguments = (packed, 4, scale_NG, None, SMALL_GROUP)
-    yield Sample("int4, MLX", "integers", mlx_arguments, shape, {"added_NG": added_NG})
-    # a stream of 3 bits down each column
-    packed = _words(random, 3 * num_columns // 32, 4 * num_rows).view(torch.int32).t()
-    zero_NG = _words(random, num_rows, num_groups).bitwise_and_(7).to(torch.int8)
-    gptq_arguments = (packed, 3, scales(num_groups, torch.float16), zero_NG, GROUP)
-    yield Sample("int3, GPTQ", "integers", gptq_arguments, shape)
-    exponent_NG = _words(random, num_rows, num_columns // 32).bitwise_and_(0x7F)
+    sizes = (matrix.num_rows, matrix.num_columns // MX_GROUP)
+    exponent_NG = _words(matrix.random, *sizes).bitwise_and_(0x7F)
     levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
-    mx = (weight_NK, exponent_NG, (1, 32))
-    yield Sample("mxfp8", "float8", mx, shape, {"levels": levels})
-    yield integers("int8, rows", _words(random, *shape).view(torch.int8), 8, scales(1))
-    packed = _words(random, num_columns, num_rows // 2).view(torch.int32).t()
-    scale_NG = scales(num_groups, torch.float16)
-    zero_NG = _words(random, num_rows, num_groups).bitwise_and_(15).to(torch.int8)
-    yield Sample("int4, AWQ", "columns", (packed, scale_NG, zero_NG, GROUP), shape)
-    codes = _words(random, num_rows, num_columns // 2)
-    arguments = (codes, torch.linspace(-1, 1, 16), scales(num_columns // SMALL_GROUP))
-    yield Sample("nf4", "codebook", arguments, shape, {"is_high_first": True})
-    codes = _words(random, num_rows, num_columns // 2)
-    mx_arguments = (codes, _words(random, num_rows, num_columns // 32), torch.rand(256) + 0.5)
-    yield Sample("mxfp4", "e2m1", mx_arguments, shape)
+    arguments = (weight_NK, exponent_NG, (1, MX_GROUP))
+    yield Sample("mxfp8", "float8", arguments, shape, {"levels": levels})
+
+
+def _integer_samples(matrix: _Matrix) -> Iterator[Sample]:
+    """Yield integers of 3, 4 and 8 bits, as the formats pack them."""
+    shape = matrix.shape
+    scale_NG = matrix.scales(GROUP, torch.bfloat16)
+    yield matrix.integers("int4, groups", matrix.packed(4), 4, scale_NG)
+    scale_NG = matrix.scales(GROUP, torch.float16)
+    yield matrix.integers("int4, GPTQ", matrix.packed_columns(4), 4, scale_NG)
+    added_NG = matrix.scales(SMALL_GROUP, torch.bfloat16)
+    scale_NG = matrix.scales(SMALL_GROUP, torch.bfloat16)
+    arguments = (matrix.packed(4), 4, scale_NG, None, SMALL_GROUP)
+    yield Sample("int4, MLX", "integers", arguments, shape, {"added_NG": added_NG})
+    scale_NG = matrix.scales(GROUP, torch.float16)
+    arguments = (matrix.packed_columns(3), 3, scale_NG, matrix.zeros(GROUP, 3), GROUP)
+    yield Sample("int3, GPTQ", "integers", arguments, shape)
+    codes = _words(matrix.random, *shape).view(torch.int8)
+    yield matrix.integers("int8, rows", codes, 8, matrix.scales(matrix.num_columns))
+    # words of eight rows
+    packed = _words(matrix.random, matrix.num_columns, matrix.num_rows // 2).view(torch.int32).t()
+    scale_NG = matrix.scales(GROUP, torch.float16)
+    yield Sample("int4, AWQ", "columns", (packed, scale_NG, matrix.zeros(GROUP, 4), GROUP), shape)
+
+
+def _table_samples(matrix: _Matrix) -> Iterator[Sample]:
+    """Yield codes of 4 bits that index a table: NF4 and MXFP4."""
+    codes = _words(matrix.random, matrix.num_rows, matrix.num_columns // 2)
+    table = (torch.linspace(-1, 1, 16), matrix.scales(SMALL_GROUP))
+    yield Sample("nf4", "codebook", (codes, *table), matrix.shape, {"is_high_first": True})
+    codes = _words(matrix.random, matrix.num_rows, matrix.num_columns // 2)
+    exponents = _words(matrix.random, matrix.num_rows, matrix.num_columns // MX_GROUP)
+    levels = torch.rand(256) + 0.5
+    yield Sample("mxfp4", "e2m1", (codes, exponents, levels), matrix.shape)
 
 
 def _in_runs(random: torch.Generator, num_rows: int, num_columns: int) -> Iterator[Sample]:

@@ -110,22 +110,30 @@ def upcycled(
 def _experts(
     gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor, sizes: ExpertSizes
 ) -> dict[str, Tensor]:
+    """Return a mixture's weights that compute what these of a dense layer do, except for noise.
+
+    A copy of the layer is `num_chosen` experts, each a slice of its rows; an expert's further rows
+    repeat others, and their output is dropped.
+    """
+
     def noisy(weight: Tensor) -> Tensor:
         return weight + torch.randn_like(weight) * weight.std() * _WEIGHT_NOISE
 
-    num_own = len(gate_FH) // sizes.num_chosen
-    is_whole = num_own <= sizes.ffn_size and sizes.num_experts % sizes.num_chosen == 0
-    assert is_whole, "a slice fits, copies are whole"
+    slice_size = len(gate_FH) // sizes.num_chosen
+    assert slice_size <= sizes.ffn_size, "an expert has room for its slice"
+    assert sizes.num_experts % sizes.num_chosen == 0, "experts are whole copies of the layer"
+    offset_F = torch.arange(sizes.ffn_size)
     gate_ups = []
     downs = []
     for expert in range(sizes.num_experts):
-        rows = (expert % sizes.num_chosen * num_own + torch.arange(sizes.ffn_size)) % len(gate_FH)
+        rows = (expert % sizes.num_chosen * slice_size + offset_F) % len(gate_FH)
         gate_ups.append(torch.cat([noisy(gate_FH[rows]), noisy(up_FH[rows])]))
-        # each of the chosen has this share of the weight
+        # each chosen expert has 1 / num_chosen of the router's weight
         down = down_HF[:, rows] * sizes.num_chosen
-        downs.append(noisy(down.where(torch.arange(sizes.ffn_size) < num_own, 0.0)))
-    copies = torch.randn(sizes.num_experts // sizes.num_chosen, gate_FH.shape[1]) * _ROUTER_STD
-    router_EH = copies.repeat_interleave(sizes.num_chosen, 0)
+        downs.append(noisy(down.where(offset_F < slice_size, 0.0)))
+    num_copies = sizes.num_experts // sizes.num_chosen
+    copy_CH = torch.randn(num_copies, gate_FH.shape[1]) * _ROUTER_STD
+    router_EH = copy_CH.repeat_interleave(sizes.num_chosen, 0)
     router_EH += torch.randn_like(router_EH) * _ROUTER_NOISE
     return {
         "gate.weight": router_EH,

@@ -119,21 +119,35 @@ def write_batch(
             f"{results.name} has {len(results.done):,} of {plural(len(tasks), 'text')} already"
         )
     if todo:
-        first = Request(sampling=todo[0].request.sampling, is_named=bool(results.name))
-        with loading.open(console, first, tells_tree=False) as decoder:
-            # other files may have been fetched meanwhile
-            results.require(partial(decoder.identities.difference, follows_draft=follows_draft))
-            # while files are those that were opened
-            decoder.identities.identity(follows_draft=follows_draft)
-            for index, outcome in _finished(decoder, [task.request for task in todo], console):
-                results.model = decoder.identities.identity(follows_draft=follows_draft).as_dict()
-                results.add(todo[index], _result(outcome))
+        _write_results(loading, console, todo, results, follows_draft=follows_draft)
     if results.num_failed:
         where = f" in {results.name}" if results.name else ""
         failure = f"{results.num_failed:,} of {plural(len(tasks), 'text')} could not be written"
         raise RunError(
             f'{failure}: their lines{where} have an "error"; mend the prompts, and take those lines out'
         )
+
+
+def _write_results(
+    loading: Loading,
+    console: Console,
+    tasks: Sequence[BatchTask],
+    results: ResultsFile,
+    *,
+    follows_draft: bool,
+) -> None:
+    """Load the models and write these texts as they finish. Raises `UserError` for other models."""
+    first = Request(sampling=tasks[0].request.sampling, is_named=bool(results.name))
+    with loading.open(console, first, tells_tree=False) as decoder:
+        identities = decoder.identities
+        # once more: other files may have been fetched meanwhile
+        results.require(partial(identities.difference, follows_draft=follows_draft))
+        # computed now, while the files are still those that were opened
+        identities.identity(follows_draft=follows_draft)
+        for index, outcome in _finished(decoder, [task.request for task in tasks], console):
+            # with all that passes have read of the weights since
+            results.model = identities.identity(follows_draft=follows_draft).as_dict()
+            results.add(tasks[index], _result(outcome))
 
 
 def write_samples(

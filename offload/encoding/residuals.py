@@ -103,21 +103,29 @@ class Residual:
 
         word_NK, scale_GN2, code = companions.values()
         num_rows, num_columns = shape
-        tiles = num_tiles(num_rows, num_columns)
-        wanted = f"its code must be a sum and {3 * tiles} counts"
-        must(len(code) == 1 + 3 * tiles, wanted, f"has {len(code)} numbers", DAMAGED)
-        wanted = "the copy must be the one that the residual was made from"
+        num_counts = 3 * num_tiles(num_rows, num_columns)
+        requirement = f"its code must be a sum and {num_counts} counts"
+        must(len(code) == 1 + num_counts, requirement, f"has {len(code)} numbers", DAMAGED)
+        requirement = "the copy must be the one that the residual was made from"
         is_same = copy_sum(word_NK, scale_GN2) == int(code[0])
-        must(is_same, wanted, "its checksum differs", DAMAGED)
+        must(is_same, requirement, "its checksum differs", DAMAGED)
         count_3T = code[1:].view(3, -1)
         start_3T = torch.nn.functional.pad(count_3T.cumsum(1), (1, 0))
-        used_bytes = int((start_3T[:, -1] * torch.tensor([1, 1, 3])).sum())
-        is_odd = bool(((count_3T < 0) | (count_3T > TILE_ROWS * num_columns)).any())
-        sizes = f"{used_bytes} bytes of symbols are not what {self.symbol_bytes} bytes hold"
-        if is_odd or not 0 <= self.symbol_bytes - used_bytes < ALIGN_BYTES:
-            raise ValueError(f"{sizes}: {DAMAGED}")
+        self._check_counts(count_3T, TILE_ROWS * num_columns)
         word_BKH = in_layout(word_NK.view(-1, num_columns, TILE_ROWS // 2))
         return {"word": word_BKH, "scale": scale_GN2, "start": start_3T}
+
+    def _check_counts(self, count_3T: "Tensor", most: int) -> None:
+        """Raise `ValueError` unless counts are 0 to `most` and fill the symbols' bytes.
+
+        Counts are bytes of both symbols, and escapes of 3 bytes each.
+        """
+        small_bytes, large_bytes, num_escapes = count_3T.sum(1).tolist()
+        used_bytes = small_bytes + large_bytes + 3 * num_escapes
+        is_odd = bool(((count_3T < 0) | (count_3T > most)).any())
+        if is_odd or not 0 <= self.symbol_bytes - used_bytes < ALIGN_BYTES:
+            mismatch = f"{used_bytes} bytes of symbols are not what {self.symbol_bytes} bytes hold"
+            raise ValueError(f"{mismatch}: {DAMAGED}")
 
     def expand(
         self, stored_B: "Tensor", companions: Tensors, out: "Tensor", expansion: "Expansion"

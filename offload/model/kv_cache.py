@@ -78,7 +78,7 @@ class KVCache:
         is_long: whether the text is beyond the turning point, see `Target.turn`.
         ahead: number of tokens after its own that a row depends on.
         coding: keys and values are kept in fewer bits; None keeps them as they are.
-        point_rows: states are kept after every so many rows of a prompt; 0 for none.
+        point_rows: states are kept each time after this many rows of a prompt; 0 for none.
     """
 
     ahead = 0

@@ -244,27 +244,31 @@ def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return host_for(gpu_memory)
     if not torch.cuda.is_available():
-        obstacle = " and driver, this machine shows none"
+        lacking = " and driver, this machine shows none"
         if torch.version.cuda is None:
-            obstacle = ", and a torch that is built for CUDA, this one is not"
-        raise UserError(f"`device` {name} needs a CUDA device{obstacle}: use `device` cpu")
+            lacking = ", and a torch that is built for CUDA, this one is not"
+        raise UserError(f"`device` {name} needs a CUDA device{lacking}: use `device` cpu")
     count = torch.cuda.device_count()
     index = int(name.partition(":")[2] or rank_on_host % max(1, count))
     if index >= count:
-        obstacle = f"this machine shows {count} of them"
-        raise UserError(f"`device` {name} does not exist, {obstacle}: use cuda:0")
+        mismatch = f"`device` {name} does not exist, this machine shows {count} of them"
+        raise UserError(f"{mismatch}: use cuda:0")
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")
+    free_bytes = _free_bytes(index, name)
+    if limit_bytes is not None and limit_bytes > free_bytes:
+        requirement = f"must be at most what is free on {name}, {format_bytes(free_bytes)}"
+        got = format_bytes(limit_bytes)
+        raise UserError(f"`gpu_memory` {requirement}, got {got}: lower it")
+    return CudaDevice(index, limit_bytes)
+
+
+def _free_bytes(index: int, name: str) -> int:
+    """Return the free memory of a GPU. Raises `UserError` if it cannot be opened."""
     try:
         # an earlier decoder in this process may have left memory there
         torch.cuda.empty_cache()
-        free_bytes = torch.cuda.mem_get_info(index)[0]
+        return torch.cuda.mem_get_info(index)[0]
     # busy, in a bad state, or without room for a context
     except RuntimeError as error:
-        obstacle = f"`device` {name} cannot be opened ({reason(error)})"
-        raise UserError(f"{obstacle}: free it, or use `device` cpu") from None
-    if limit_bytes is not None and limit_bytes > free_bytes:
-        wish = format_bytes(limit_bytes)
-        free = format_bytes(free_bytes)
-        rule = f"`gpu_memory` must be at most what is free on {name}, {free}"
-        raise UserError(f"{rule}, got {wish}: lower it")
-    return CudaDevice(index, limit_bytes)
+        failure = f"`device` {name} cannot be opened ({reason(error)})"
+        raise UserError(f"{failure}: free it, or use `device` cpu") from None

@@ -155,19 +155,20 @@ class TaggedReader:
     def finish(self, *, is_cut: bool = False) -> list[Part]:
         """Return the parts that are left, see `PartReader`."""
         parts = list[Part]()
-        is_lacking = is_cut and self._calls is not None and bool(self._calls.closing)
+        # a block of calls that was cut off before its closing mark is text
+        may_call = not (is_cut and self._calls is not None and bool(self._calls.closing))
         while self._held.text:
-            if self._block_end is not None or self._may_be_whole():
-                calls = [] if is_lacking else self._read_calls(self._held.text)
+            if self._block_end is None and not self._may_be_whole():
+                if not self._advance(parts):
+                    self._say(parts, self._held.take(len(self._held.text)))
+            elif may_call and (calls := self._read_calls(self._held.text)):
                 self._block_end = None
-                if calls:
-                    self._held.drop(len(self._held.text))
-                    parts += calls
-                    break
+                self._held.drop(len(self._held.text))
+                parts += calls
+            else:
+                # no calls: the opening mark is text, and what follows is looked at again
+                self._block_end = None
                 self._say(parts, self._held.take(max(1, len(self._opening))))
-                continue
-            if not self._advance(parts):
-                self._say(parts, self._held.take(len(self._held.text)))
         if self._blanks and not self._is_thinking:
             parts.append(Text(self._blanks))
         return parts
