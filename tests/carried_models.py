@@ -1,15 +1,18 @@
 """Tiny checkpoints that carry MTP layers by the names of published files, and the library's own way with them."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Linear, Module, ModuleList
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -28,11 +31,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
                       "mtp_layer_types": ["sliding_attention"] * 2, "mtp_mlp_layer_types": ["dense"] * 2},
     "mellum": {**ROUTED, "num_hidden_layers": 2, "num_experts": 4, "num_nextn_predict_layers": 1, "head_dim": 16,
                "layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["sparse", "sparse"]},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"], "head_dim": 16, "n_groups": 1,
+                   "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_routed_experts": 4,
+                   "moe_shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1, "mlp_hidden_act": "relu2",
+                   **ROUTED, "num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]},
     "qwen3_next": {**ROUTED, "num_hidden_layers": 4, "num_experts": 4, "shared_expert_intermediate_size": 16,
                    "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
                    "linear_value_head_dim": 16, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]},
+    "glm4_moe_lite": {**DEEP, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                      "v_head_dim": 16, "num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]},
+    "hy_v3": {**ROUTED, "num_experts": 4, "num_hidden_layers": 3, "head_dim": 16, "num_mtp_layers": 1,
+              "mtp_mlp_layer_types": ["sparse"]},
+    "exaone_moe": {**ROUTED, "num_experts": 4, "num_shared_experts": 1, "num_hidden_layers": 4, "head_dim": 16,
+                   "sliding_window": 6, "num_mtp_layers": 1, "mtp_layer_types": ["full_attention"],
+                   "mtp_mlp_layer_types": ["dense"]},
+    "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+                "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_mtp_layers": 1,
+                "mtp_layer_types": ["full_attention"]},
+    "deepseek_v32": {**DEEP, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+                    "v_head_dim": 16, "num_mtp_layers": 1, "mtp_layer_types": ["indexed_attention"],
+                    "mtp_mlp_layer_types": ["sparse"], "index_head_dim": 16, "index_n_heads": 2, "index_topk": 512},
 }  # fmt: skip
-FED_BARE = ("deepseek_v3", "glm4_moe", "glm4_moe of 3")
+# Qwen's form for several layers, which the library does not load
+CONFIGS["qwen3_next of 2"] = CONFIGS["qwen3_next"] | {"num_mtp_layers": 2, "mtp_layer_types": ["full_attention"] * 2}
+QWENS = ("mellum", "qwen3_next", "qwen3_next of 2", "exaone_moe", "qwen3_5_text")
+FED_BARE = ("deepseek_v3", "glm4_moe", "glm4_moe of 3", "glm4_moe_lite", "deepseek_v32")
 BEHIND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
 OF_MIMO = {"post_norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm",
            "sinks": "attention_sink_bias"}  # fmt: skip
@@ -41,21 +64,25 @@ APART = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_pr
 
 def _published(name: str, family: str, num_layers: int) -> str:
     _, depth, part, *rest = name.split(".")
+    if family == "nemotron_h":
+        last = {"post_norm": "layers.1.final_layernorm"}.get(part, f"layers.0.{part}")
+        return ".".join(["mtp", f"layers.{rest[0]}" if part == "mtp_block" else last, *rest[part == "mtp_block" :]])
     if family == "mimo_v2_flash":
         inner = rest if part == "mtp_block" else [part, *rest]
         return ".".join([f"model.mtp.layers.{depth}", *(OF_MIMO.get(word, word) for word in inner)])
     behind = f"model.layers.{num_layers + int(depth)}"
-    is_apart = family in ("mellum", "qwen3_next")
+    is_apart = family in QWENS
     if part == "mtp_block":
         return ".".join([f"mtp.layers.{depth}" if is_apart else behind, *rest])
-    return ".".join(["mtp", APART[part], *rest] if is_apart else [behind, BEHIND[part], *rest])
+    norm = {"post_norm": "final_layernorm"} if family == "hy_v3" else {}
+    return ".".join(["mtp", APART[part], *rest] if is_apart else [behind, (BEHIND | norm)[part], *rest])
 
 
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
     where, kind = name.rsplit(".", 1)
-    if kind not in ("gate_up_proj", "down_proj") or not where.endswith("experts"):
+    if kind not in ("gate_up_proj", "up_proj", "down_proj") or not where.endswith("experts"):
         return {name: tensor}
-    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
     return {
         f"{where}.{expert}.{half}.weight": rows.clone()
         for expert, matrix in enumerate(tensor)
@@ -78,13 +105,14 @@ def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
     for name in ("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"):
         if name in CONFIGS[family]:
             setattr(config, name, CONFIGS[family][name])
-    if not hasattr(config, "num_mtp_layers"):
-        pytest.skip(f"this transformers has no MTP layer of {family}")
     model = AutoModelForCausalLM.from_config(config).eval()
-    mtp = MtpModel(model, config.num_mtp_layers).eval()
+    mtp = Sublayers(model).eval() if family == "nemotron_h" else MtpModel(model, config.num_mtp_layers).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *mtp.layers.named_parameters()]:
             tensor.copy_(torch.randn_like(tensor) * 0.2 + ("norm" in name))
+        for layer in mtp.layers[1:] if family in QWENS else ():
+            for part in APART:
+                getattr(layer, part).load_state_dict(getattr(mtp.layers[0], part).state_dict())
         for name, tensor in (
             [*model.model.layers.named_parameters(), *mtp.layers.named_parameters()] if is_right else []
         ):
@@ -139,12 +167,31 @@ def _rows(model: Any, mtp: Any, layer: Any, token_T: Tensor, fed_TD: Tensor) -> 
     halves = [layer.enorm(model.get_input_embeddings()(token_T)), layer.hnorm(fed_TD)]
     mixed_1TD = layer.eh_proj(torch.cat(halves, 1))[None]
     place_T = torch.arange(len(token_T))
-    kind = "sliding_attention" if mtp.config.model_type == "mimo_v2_flash" else "full_attention"
+    kind, *_ = getattr(mtp.config, "layer_types", None) or ["full_attention"]
     window = mtp.config.sliding_window if kind == "sliding_attention" else len(token_T)
     is_hidden_TT = (place_T[:, None] < place_T) | (place_T[:, None] - place_T >= window)
     mask = torch.zeros(is_hidden_TT.shape).masked_fill(is_hidden_TT, torch.finfo(torch.float32).min)
     by_kind = {"layer_type": kind} if getattr(mtp, "has_per_layer_rope", False) else {}
-    turn = mtp.rotary_emb(mixed_1TD, place_T[None], **by_kind)
+    turn = mtp.rotary_emb(mixed_1TD, place_T[None], **by_kind) if mtp.rotary_emb is not None else None
     more = {"attention_mask": mask[None, None], "position_ids": place_T[None], "position_embeddings": turn}
-    out_TD: Tensor = layer.mtp_block(mixed_1TD, **more)[0]
+    for block in layer.mtp_block if isinstance(layer.mtp_block, ModuleList) else [layer.mtp_block]:
+        mixed_1TD = block(mixed_1TD, **more)
+    out_TD: Tensor = mixed_1TD[0]
     return out_TD
+
+
+class Sublayers(Module):
+    """Nemotron's depth of two layers, which the library has no class for, by the names of `MtpModel`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        config = deepcopy(model.config)
+        config.layers_block_type = config.mtp_layers_block_type
+        base = model.get_decoder()
+        depth = Module()
+        depth.enorm, depth.hnorm, depth.post_norm = (deepcopy(base.norm_f) for _ in range(3))
+        depth.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        depth.mtp_block = ModuleList(type(base.layers[0])(config, place) for place in range(2))
+        self.layers = ModuleList([depth])
+        self.config = SimpleNamespace(layer_types=["full_attention"])
+        self.rotary_emb = None

@@ -37,6 +37,7 @@ _MIXER_PARTS = {
 }
 _NORMS = frozenset({"shared_head.norm", "final_layernorm"})
 _BLOCK_PARTS = {"pre_mlp_layernorm": "post_attention_layernorm"}
+_TABLES = ("embed_tokens.weight", "model.embeddings.weight", "backbone.embeddings.weight")
 # tensors that files repeat from the target
 _REPEATED = re.compile(r"^(?:shared_head\.head|embed_tokens)\.")
 _EXPERTS = re.compile(r"^mlp\.experts\.|^block_sparse_moe\.|^moe\.")
@@ -46,35 +47,35 @@ class _Layout(NamedTuple):
     """Where a family has its MTP layers: `depth` and `part` are groups of the pattern."""
 
     name: re.Pattern[str]
-    is_fed_normed: bool
     is_hidden_first: bool = False
-    has_one_mixer: bool = False  # one tensor for all depths; the first is read
+    has_one_mixer: bool = False  # one mixer and one norm for all depths
     kind: str | None = None  # the layers' kind of attention, by `layer_types`
 
 
-# The first that any tensor matches is that of the file. Fed normed: the layout of Qwen; bare:
-# DeepSeek's, whose norm is the head's (vLLM `deepseek_mtp.py`, `qwen3_next_mtp.py`). MiMo-V2's
-# layers see a window (vLLM `mimo_v2_mtp.py`).
+# The first that any tensor matches is that of the file. MiMo-V2's layers see a window (vLLM
+# `mimo_v2_mtp.py`).
 _LAYOUTS = (
-    _Layout(re.compile(r"^model\.mtp_layers\.(?P<depth>\d{1,6})\.(?P<part>.+)$"), False, True),
+    _Layout(re.compile(r"^model\.mtp_layers\.(?P<depth>\d{1,6})\.(?P<part>.+)$"), True),
     _Layout(
         re.compile(r"^model\.mtp\.layers\.(?P<depth>\d{1,6})\.(?P<part>.+)$"),
-        True,
         kind="sliding_attention",
     ),
     _Layout(
         re.compile(
             r"^(?:model\.)?mtp_(?P<kind>block|emb_norm|hidden_norm|linear_proj)\.(?P<depth>\d{1,6})\.(?P<part>.+)$"
         ),
-        False,
     ),
     _Layout(
-        re.compile(r"^mtp\.(?:layers\.(?P<depth>\d{1,6})\.)?(?P<part>.+)$"),
-        True,
-        has_one_mixer=True,
+        re.compile(r"^mtp\.(?:layers\.(?P<depth>\d{1,6})\.)?(?P<part>.+)$"), has_one_mixer=True
     ),
-    _Layout(re.compile(r"^model\.layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$"), False),
+    _Layout(re.compile(r"^model\.layers\.(?P<layer>\d{1,6})\.(?P<part>.+)$")),
 )
+# What is fed on is normed, but where the norm is the head's: DeepSeek's form (vLLM
+# `deepseek_mtp.py` beside `qwen3_next_mtp.py`, `mimo_mtp.py`, `hy_v3_mtp.py`).
+_NORM_OF_HEAD = ".shared_head.norm."
+# of Nemotron: a depth is several layers of one mixer each (vLLM `nemotron_h_mtp.py`)
+_SUBLAYER = re.compile(r"^mtp\.layers\.\d{1,6}\.mixer\.")
+_KIND_OF_SUBLAYER = {"q_proj": "full_attention", "experts": "moe", "up_proj": "mlp"}
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
@@ -104,12 +105,18 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
         rule = f"{where}: `draft` mtp needs MTP layers in the files"
         got = f"config.json states {stated} and no tensor is of them" if stated else "none"
         raise UserError(f"{rule}, got {got}: take lookup, or name a small draft")
-    num_depths = _check_depths(where, tensors, 0 if layout.has_one_mixer else stated)
+    if any(map(_SUBLAYER.match, extra)):
+        num_depths = 1
+        tensors, config = _of_sublayers(where, target.config, tensors)
+    else:
+        if layout.has_one_mixer:
+            tensors = _with_mixer_of_each(tensors)
+        num_depths = _check_depths(where, tensors, stated)
+        config = _config(target.config, tensors, num_depths, layout.kind)
     shared = shared_with(target)
-    config = _config(target.config, tensors, num_depths, layout.kind)
     carried = Carried(
         frozenset(shared),
-        layout.is_fed_normed,
+        not any(_NORM_OF_HEAD in name for name in extra),
         layout.is_hidden_first,
         num_depths=num_depths,
         target_width=text.get("hidden_size", 0),
@@ -142,6 +149,47 @@ def _check_depths(where: str, tensors: Mapping[str, TensorEntry], stated: int) -
     return num_depths
 
 
+def _with_mixer_of_each(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the tensors of layers that have one mixer and one norm, as if each had its own."""
+    layers = [int(match[1]) for match in map(_LAYER.match, tensors) if match is not None]
+    around = {name: entry for name, entry in tensors.items() if not _LAYER.match(name)}
+    repeated = {
+        around_layer(depth, name.removeprefix(MIXER).removeprefix("model.")): entry
+        for depth in range(1, 1 + max(layers, default=0))
+        for name, entry in around.items()
+    }
+    return {**tensors, **repeated}
+
+
+def _of_sublayers(
+    where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    """Return Nemotron's layers of one mixer each, which make one depth, and a config of these."""
+    last = re.compile(rf"^{re.escape(DEEPER)}\d+\.norm\.")
+    named = {last.sub("model.norm.", name): entry for name, entry in tensors.items()}
+    kind_of = dict[int, str]()
+    for name in named:
+        match = _LAYER.match(name)
+        kinds = [kind for part, kind in _KIND_OF_SUBLAYER.items() if f".mixer.{part}." in name]
+        if match is not None and kinds:
+            kind_of.setdefault(int(match[1]), kinds[0])
+    first = {name: entry for name, entry in named.items() if _depth_of(name) == 0}
+    _check_depths(where, first, 1)
+    others = [name for name in named if name.startswith(DEEPER)]
+    if others or sorted(kind_of) != [*range(len(kind_of))]:
+        known = f"{where}: its MTP layers are in a form that is not read (several depths of mixers)"
+        raise UserError(f"{known}: take lookup, or name a small draft")
+    text = {name: value for name, value in config.items() if "pattern" not in name}
+    text |= {"layers_block_type": [kind_of[layer] for layer in sorted(kind_of)]}
+    text |= {"num_hidden_layers": len(kind_of), **{name: 0 for name in _COUNTS if name in text}}
+    return {name.replace("model.norm.", "model.norm_f."): named[name] for name in named}, text
+
+
+def _depth_of(name: str) -> int:
+    match = _LAYER.match(name)
+    return 0 if match is None else int(match[1])
+
+
 def around_layer(depth: int, part: str) -> str:
     """Return the draft's name of a part before or after the layer of a depth."""
     if depth:
@@ -154,7 +202,7 @@ def shared_with(target: Checkpoint) -> dict[str, TensorEntry]:
     return {
         name: entry
         for name, entry in target.tensors.items()
-        if name.endswith("embed_tokens.weight") or name.startswith("lm_head.")
+        if name.endswith(_TABLES) or name.startswith("lm_head.")
     }
 
 
@@ -179,7 +227,7 @@ def _own_name(groups: Mapping[str, str | None], num_layers: int, layout: _Layout
     part = groups["part"] or ""
     layer = groups.get("layer")
     depth = int(layer) - num_layers if layer is not None else int(groups.get("depth") or 0)
-    if depth < 0 or (depth and layout.has_one_mixer) or _REPEATED.match(part):
+    if depth < 0 or _REPEATED.match(part):
         return None
     kind = groups.get("kind")
     if kind is not None and kind != "block":
@@ -213,7 +261,7 @@ def _config(
     elif isinstance(kinds, list) and kinds:
         last_full = "full_attention" if "full_attention" in kinds else kinds[-1]
         # some files list settings of MTP layers after those of all others
-        behind = kinds[num_layers : num_layers + num_depths]
+        behind = text.get("mtp_layer_types") or kinds[num_layers : num_layers + num_depths]
         text["layer_types"] = behind if len(behind) == num_depths else [last_full] * num_depths
     if kind is not None or isinstance(text.get("mlp_layer_types"), list):
         text["mlp_layer_types"] = ["sparse" if is_mixture else "dense"] * num_depths

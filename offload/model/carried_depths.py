@@ -40,9 +40,9 @@ _TAIL_ROWS = 64  # rows whose outputs are kept, as a text may be cut after any o
 class DepthCache(CarriedCache):
     """A `CarriedCache` with one output of each layer for every row."""
 
-    def __init__(self, nothing_1D: Tensor, encode: Encode, num_layers: int, *sizes: Any) -> None:
-        super().__init__(nothing_1D, encode, num_layers, *sizes)
-        self._nothing_1O = nothing_1D.repeat(1, num_layers)
+    def __init__(self, num_depths: int, nothing_1D: Tensor, encode: Encode, *sizes: Any) -> None:
+        super().__init__(nothing_1D, encode, *sizes)
+        self._nothing_1O = nothing_1D.repeat(1, num_depths)
         self._go_on_from(self._nothing_1O[:0])
 
     def _go_on_from(self, tail_TO: Tensor) -> None:
@@ -84,11 +84,10 @@ class _Rows(NamedTuple):
 class DepthModel(CarriedModel):
     """The layers of an MTP head, one for each depth."""
 
-    _cache_class = DepthCache
-
     def __init__(self, *given: Any, **bound: Any) -> None:
         super().__init__(*given, **bound)
         self._num_depths = self._carried.num_depths
+        self._cache_class = partial(DepthCache, self._num_depths)
         # for each layer: its output, and what the next one reads of it
         self._bare = list[Tensor]()
         self._made = list[Tensor]()

@@ -184,7 +184,7 @@ def twin(norm: nn.Module, width: int | None = None) -> nn.Module:
 class CarriedModel(TreeModel):
     """The layers that a target carries, between its embedding table and its head."""
 
-    _cache_class: type[CarriedCache] = CarriedCache
+    _cache_class: Callable[..., CarriedCache] = CarriedCache
 
     def __init__(
         self,

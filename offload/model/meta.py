@@ -117,7 +117,9 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         _refuse_states(checkpoint, config, is_following, is_choosing)
         if any(is_choosing):
             meta_model.set_attn_implementation(attention.NAME)
-    if not any(is_following) and (not is_following or not hasattr(decoder, "rotary_emb")):
+    # layers that a target carries have positions as the target's have, such as none
+    has_positions = hasattr(decoder, "rotary_emb") or checkpoint.carried is not None
+    if not any(is_following) and (not is_following or not has_positions):
         raise unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
     # a model that is no decoder is refused as such, not for its forward's name of a cache
     require_rows(decoder)

@@ -52,7 +52,7 @@ def gap(family: str, decoder: Decoder, text: TokenSequence | None = None, **how:
         assert tree.num_nodes > 4
         for node, score_V in tree.score_of_node.items():
             wanted_V = path_scores(family, text.tokens, tree.path(node), **how)
-            worst = max(worst, float((score_V - wanted_V).abs().max()))
+            worst = max(worst, float((score_V - wanted_V).abs().max() / wanted_V.abs().max()))
         text.caches.draft.commit([])
     return worst
 
@@ -256,7 +256,7 @@ NAMES: dict[str, tuple[list[str], bool]] = {
     "ernie": (["model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0",
                *(f"model.mtp_block.0.{part}" for part in BLOCK)], False),
     "nemotron": ([f"mtp.layers.0.{part}" for part in (*FIRST, "norm", "mixer.q_proj")]
-                 + ["mtp.layers.1.norm", "mtp.layers.1.mixer.gate", "mtp.layers.1.final_layernorm"], False),
+                 + ["mtp.layers.1.norm", "mtp.layers.1.mixer.gate", "mtp.layers.1.enorm"], False),
     "inkling": (["model.mtp.chain_norm", *(f"model.mtp.layers.0.{part}" for part in (
         "embed_norm", "hidden_norm", "input_proj", "transformer_block.attn.wq_du"))], False),
 }  # fmt: skip
