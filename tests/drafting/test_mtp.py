@@ -257,6 +257,10 @@ NAMES: dict[str, tuple[list[str], bool]] = {
                *(f"model.mtp_block.0.{part}" for part in BLOCK)], False),
     "nemotron": ([f"mtp.layers.0.{part}" for part in (*FIRST, "norm", "mixer.q_proj")]
                  + ["mtp.layers.1.norm", "mtp.layers.1.mixer.gate", "mtp.layers.1.enorm"], False),
+    "longcat": (["model.mtp.norm", *(f"model.mtp.layers.0.{part}" for part in (
+        "enorm.m", "hnorm.m", "eh_proj", *BLOCK[:6], "transformer_layer.mlp.gate_proj"))], False),
+    "deepseek v4": ([f"mtp.0.{part}" for part in ("enorm", "hnorm", "e_proj", "h_proj", "norm", "attn.wq_a")], False),
+    "mistral large 4": (["mtp_dspark.layers.0.attention.wq", "mtp_dspark.markov_head.markov_w1"], False),
     "inkling": (["model.mtp.chain_norm", *(f"model.mtp.layers.0.{part}" for part in (
         "embed_norm", "hidden_norm", "input_proj", "transformer_block.attn.wq_du"))], False),
 }  # fmt: skip
