@@ -30,24 +30,17 @@ MEASURES = {
     "peers": "other programs on the same files and prompts in the same memory",
     "passes": "seconds that a forward of target and draft takes by its rows, beside link and memory",
     "memory": "peak memory of fresh processes beside --ram, post by post, and growth over texts",
-    "lookup": "guesses without a model: copies, a datastore and counts, alone and beside a draft",
     "drafts": "a token with each way to draft, and which of them --draft auto takes",
-    "quantised": "a pass and a token with the same target in bf16, fp8 and int4",
     "experts": "tokens per second with experts on demand beside whole layers, by room and tree",
-    "ranks": "a pass on one, two and three ranks with a link each, and over networks between them",
     "beside": "this checkout beside another one, or with other flags: whole processes, in turns",
     "compare": "two stored results: what has become slower beyond noise",
 }
 STUDIES = {
     "gate": "whether every tree writes the ids of transformers, every layer streamed",
     "soak": "whether anything drifts in hours of texts, chats, cancelled runs and clients",
-    "main-job": "the promises of the main job: streaming, memory, speed, prompt and start",
     "device": "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
     "kernels": "each kernel against what runs without it, on a CUDA device",
-    "expansion": "GB/s of expanded weights by kind of words: torch and numba, beside a copy",
-    "recurrence": "what states of a recurrent layer cost beside its products",
     "moe-pair": "trains the mixture of experts and its draft that other commands measure with",
-    "hybrid-pair": "tokens a pass of a hybrid beside a twin with full attention, of equal loss",
     "mtp-pair": "trains an MTP layer for the packaged target; tokens a pass beside the small draft",
     "block-pair": "trains a block drafter for the packaged target; tokens a pass with and without noise",
 }
@@ -61,7 +54,6 @@ _HOMES = {
     "device": "gpu.promised",
     "kernels": "gpu.kernels",
     "moe-pair": "pairs.moe_pair",
-    "hybrid-pair": "pairs.hybrid_pair",
     "mtp-pair": "pairs.mtp_pair",
     "block-pair": "pairs.block_pair",
 }

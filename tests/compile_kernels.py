@@ -22,7 +22,7 @@ import triton
 from no_gpu import tell_compiled
 from torch import Tensor
 
-from offload.bench.latency.expansion import samples
+from offload.bench.gpu.samples import samples
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expand_exponents import expand_exponents_kernel

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -211,23 +210,3 @@ class ThreadStore:
 
     def close(self) -> None:
         self._pool.shutdown()
-
-
-def forget_waits(monkeypatch: pytest.MonkeyPatch, whose: str) -> dict[str, Any]:
-    """Let nothing wait for a device: its `compute` or `copies`, or `threads`; return how it has to be to show that."""
-    wait, synchronize, main = FakeDevice.wait, FakeDevice.synchronize, threading.main_thread()
-
-    def skip(self: FakeDevice, event: Any) -> None:
-        if threading.current_thread() is main:
-            synchronize(self, event)
-
-    def forget(self: FakeDevice, to: Any, event: Any) -> None:
-        if to is not getattr(self, whose):
-            wait(self, to, event)
-
-    if whose == "threads":
-        monkeypatch.setattr(FakeDevice, "synchronize", skip)
-        return {"haste": 0.0}
-    monkeypatch.setattr(FakeDevice, "wait", forget)
-    # Kernels run at once then, and copies when they are needed.
-    return {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005} if whose == "compute" else {}

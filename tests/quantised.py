@@ -404,11 +404,6 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def words_bytes(stored: Stored, suffix: str) -> Tensor:
-    """The bytes of one of its tensors, as they lie in a file."""
-    return stored.tensors[suffix].contiguous().flatten().view(torch.uint8)
-
-
 def random_weight(num_rows: int, num_columns: int, seed: int = 0) -> Tensor:
     """As large as weights are."""
     made = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))

@@ -17,9 +17,6 @@ from reciting import PROMPT, before_steps, open_decoder
 from served import serving
 from test_structure import sources
 
-from offload.distributed.cut_off import TokenTime
-from offload.threads import Mode, StepModes, ThreadPolicy, thread_ladder
-
 HOURS_S, YEARS_S = 5 * 3600.0, 20 * 365 * 86400.0
 
 WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "asctime", "strftime",
@@ -119,29 +116,3 @@ def test_a_stream_over_http_outlives_a_sleep(looper: Path, monkeypatch: pytest.M
             assert "data: [DONE]" in list(lines)
         jumps.sleep()
         assert httpx.get(f"{served.address}/health", timeout=1e6).status_code == 200
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_thread_counts_are_chosen_as_well(seed: int) -> None:
-    """Four threads are best; now and then a step takes hours, also while another count is tried."""
-    rng, policy = random.Random(seed), ThreadPolicy(thread_ladder(8), StepModes(Mode(8), Mode(8)))
-    used = list[int]()
-    for _ in range(600):
-        count = policy.modes(16).sweep.num_threads
-        used.append(count)
-        step_s = {1: 4.0, 2: 2.0, 4: 1.0, 7: 1.4, 8: 1.5}[count] + (HOURS_S if rng.random() < 0.02 else 0.0)
-        policy.took(16, draft_s=step_s, sweep_s=step_s)
-    assert used[-300:].count(4) > 200
-
-
-def test_the_time_of_a_token_forgets_a_sleep_at_once() -> None:
-    """Else guesses of a pipeline would be priced by it for sixty tokens."""
-    lately, now_s = TokenTime(), 0.0
-    for step in range(40):
-        now_s += 0.1 + (HOURS_S if step == 20 else 0.0)
-        lately.emitted(1, now_s)
-        assert 0.0 <= lately.token_s < 0.2
-    for _ in range(40):  # what is slower for good is believed
-        now_s += 1.0
-        lately.emitted(1, now_s)
-    assert lately.token_s > 0.8

@@ -11,23 +11,10 @@ from typing import Any
 import conftest
 import matrix
 import pytest
-from costs import Cost, function_of, mark_costly, read_costs, slice_of_the_seed, write_costs
-from rounding import Promise, assert_same_bits
+from costs import Cost, mark_costly, read_costs, slice_of_the_seed
 
 HERE = Path(__file__).parent
 MANY = ("a::many", "tests/test_tiny.py::many")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "num_cases", "least", "most"),
-    [(0.3, 1, 1, 1), (2.0, 1, 0, 1), (2.1, 1, 0, 0), (18.0, 60, 1, 1), (2.0, 10, 1, 2), (1.8, 100, 16, 17)],
-)
-def test_a_quick_run_takes_what_it_can_afford(seconds: float, num_cases: int, least: int, most: int) -> None:
-    cost, days = Cost(seconds, num_cases), 1000
-    nums = [cost.num_quick(day / days, 0.3) for day in range(days)]
-    assert (min(nums), max(nums)) == (least, most)
-    if most:
-        assert sum(nums) * seconds / num_cases / days == pytest.approx(0.3, rel=0.01)
 
 
 class _Item:
@@ -67,14 +54,6 @@ def test_the_table_is_of_tests_that_exist() -> None:
         assert re.search(rf"^def {name}\(", (HERE.parent / file).read_text(), re.MULTILINE), function
 
 
-def test_what_was_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("costs._TABLE", tmp_path / "costs.tsv")
-    (tmp_path / "measured").write_text("0.6\ta::many[x]\n0.1\ta::cheap\n0.7\ta::many[[y]]\n")
-    write_costs(tmp_path / "measured")
-    assert read_costs() == {"a::many": Cost(1.3, 2)}
-    assert function_of("a::many[b[c]]") == "a::many"
-
-
 TABLE = [*range(20), pytest.param(99, id="named", marks=pytest.mark.gpu)]
 
 
@@ -112,17 +91,6 @@ def test_a_test_that_is_skipped_for_another_reason_fails(reason: str, outcome: s
     config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=""))
     report = SimpleNamespace(skipped=True, longrepr=("a file", 1, reason), outcome="skipped")
     assert conftest._told_if_skipped(config, report).outcome == outcome
-
-
-def test_bits_that_differ_are_told_with_what_was_promised() -> None:
-    import torch
-
-    one = torch.tensor([1.0, 2.0])
-    assert_same_bits(one, one.clone(), Promise.INVARIANT)
-    with pytest.raises(AssertionError, match=r"here: 1 of 2 numbers differ, by up to 2.4e-07, but .* aligned alike"):
-        assert_same_bits(one, torch.nextafter(one, torch.tensor([1.0, 3.0])), Promise.SAME_PRODUCTS, "here")
-    with pytest.raises(AssertionError, match="bfloat16"):
-        assert_same_bits(one, one.bfloat16(), Promise.SAME_PRODUCTS)
 
 
 def test_the_seed_is_the_commits_and_make_has_the_same(tmp_path: Path) -> None:

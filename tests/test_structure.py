@@ -5,7 +5,6 @@ Why: a rule that is not run is a wish. Invariant: for each rule there is a plant
 
 import ast
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -241,27 +240,6 @@ def test_every_file_of_tests_has_a_name_of_its_own() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_every_folder_is_read() -> None:
-    assert {path.parts[0] for path, _ in sources()} == set(FOLDERS)
-
-
-@pytest.mark.always
-def test_mypy_sees_from_file_to_file() -> None:
-    """Nothing lets a module of the house be unknown to mypy, and what shows it is among the files that it checks."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
-    assert settings["files"] == ["offload", "planted_calls.py"]
-    assert settings["warn_unused_ignores"]
-    assert "tests/planted_calls.py $(CONTRACT)" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    strangers = [name for one in settings["overrides"] for name in one["module"]]
-    assert not [name for name in strangers if name.startswith("offload")]
-    lines = (ROOT / "tests" / "planted_calls.py").read_text(encoding="utf-8").splitlines()
-    assert {line.split(".")[1] for line in lines if line.startswith("from offload.")} == {"bench", "kernels"}
-    assert sum("# type: ignore[" in line for line in lines) >= 4
-    for folder in ("bench", "kernels"):
-        shim = (ROOT / "offload" / folder / "__init__.py").read_text(encoding="utf-8")
-        assert "__getattr__" not in shim, "whatever is asked for would be there, of any type"
-
-
 def test_every_rule_has_a_planted_breach() -> None:
     assert {breach.values[0] for breach in PLANTED} == set(RULES)
 
@@ -272,94 +250,26 @@ def planted(rule: Rule, path: str, source: str, case: str = "") -> object:
 
 PLANTED = [
     planted(library_left_alone, "offload/a.py", "module.forward = partial(other, module)", "forward"),
-    planted(library_left_alone, "offload/a.py", "vars(module)['forward'] = other", "by_name"),
-    planted(library_left_alone, "offload/a.py", "module.__class__ = Other", "class"),
-    planted(library_left_alone, "offload/a.py", "names = function.__code__", "code"),
-    planted(library_left_alone, "offload/a.py", "class Mode(TorchFunctionMode): ...", "mode"),
-    planted(library_left_alone, "offload/a.py", "from types import FunctionType", "function"),
     planted(short_files, "offload/a.py", "x = 1\n" * 601),
     planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 61),
     planted(few_imports, "offload/a.py", "".join(f"from offload.room{num} import x\n" for num in range(16))),
     planted(nothing_packed, "offload/cli/a.py", "first, other = 1, [2]"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, f, g): ...", "positional"),
-    planted(few_parameters, "offload/a.py", "def f(*, a, b, c, d, e, f, g, h, i): ...", "keyword_only"),
-    planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, *, f, g, h, i): ...", "in_all"),
-    planted(few_parameters, "offload/engine/load.py", "def load(a, *, b, c, d, e, f, g, h, i): ...", "of_a_user"),
-    planted(few_parameters, "offload/a.py", "@app.command()\ndef f(a, b, c, d, e, f, g, h): ...", "of_a_command"),
     planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept: pass", "bare"),
-    planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept Exception: pass", "exception"),
-    planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept (OSError, BaseException) as e: ...", "tuple"),
-    planted(nothing_swallowed, "offload/a.py", "with contextlib.suppress(Exception): f()", "suppress"),
     planted(named_by_its_job, "bench/utils_io.py", "x = 1\n"),
     planted(docstrings, "offload/a.py", "x = 1", "module"),
-    planted(docstrings, "offload/a.py", "'''What.'''\ndef f(): return 1", "function"),
-    planted(docstrings, "offload/a.py", "'''What.'''\nclass A: x = 1", "class"),
-    planted(docstrings, "offload/a.py", "'''What.'''\nclass A:\n    '''A.'''\n    def f(self): return 1", "method"),
     planted(plain_words, "offload/a.py", "'''Of a layer.'''", "of"),
-    planted(plain_words, "bench/a.py", "def f():\n    '''The same for a list.'''", "the_same"),
-    planted(plain_words, "offload/a.py", "# nobody reads it", "persons"),
-    planted(plain_words, "offload/a.py", "'''Return what a layer holds.'''", "what"),
-    planted(plain_words, "offload/a.py", "'''Return whether it holds.'''", "whether"),
-    planted(plain_words, "kernels/a.py", "def f():\n    '''Run it anew.'''", "anew"),
-    planted(plain_words, "bench/a.py", "class A:\n    '''A pass of so many rows.'''", "so_many"),
     planted(plain_names, "offload/a.py", "totals = [one + 1 for one in sizes]", "loop"),
-    planted(plain_names, "offload/a.py", "def f(x, **more): ...", "parameter"),
-    planted(plain_names, "kernels/a.py", "def own(x): ...", "function"),
-    planted(plain_names, "bench/a.py", "told = 1", "bench"),
-    planted(plain_names, "offload/a.py", "self.told = x", "attribute"),
-    planted(plain_names, "offload/a.py", "try: f()\nexcept OSError as what: g()", "error"),
-    planted(plain_names, "offload/a.py", "if (found := f()): ...", "walrus"),
-    planted(plain_names, "offload/a.py", "from a import b as how", "import"),
-    planted(plain_names, "offload/a.py", "match x:\n    case {'a': 1, **more}: ...", "match"),
-    planted(plain_names, "offload/a.py", "class A:\n    def of(cls): ...", "of"),
     planted(no_package_at_top_level, "kernels/__init__.py", ""),
     planted(one_file_knows_the_library, "offload/a.py", "run(past_key_values=cache)", "argument"),
-    planted(one_file_knows_the_library, "offload/a.py", "NAMES = ('cache_params',)", "text"),
-    planted(one_file_knows_the_library, "offload/a.py", "from transformers.cache_utils import Cache", "import"),
     planted(kernels_stand_alone, "kernels/a.py", "from offload.units import Config", "from"),
-    planted(kernels_stand_alone, "kernels/a.py", "import offload", "import"),
 ]
-
-WITHIN_THE_RULES = '''"""What."""
-import contextlib
-from offload.kernels import other
-
-@jit(do_not_specialize=["h"])
-def kernel(a, b, c, d, e, f, g, h):
-    """Nor are a kernel's."""
-
-@compiled
-def fill(a, b, c, d, e, f, g, h):
-    """Nor those of what numba compiles."""
-
-class Thing:
-    """What it is."""
-
-    def __init__(self, a, b, c, d, e, f, *, g, h):
-        a, b = b, a
-        with contextlib.suppress(OSError):
-            load(a)
-        try:
-            load(b)
-        except Exception as error:
-            raise ValueError from error
-
-    @property
-    def num_parts(self):
-        return 1
-'''
 
 
 @pytest.mark.parametrize(("rule", "path", "source"), PLANTED)
 def test_rule_can_fail(rule: Rule, path: PurePosixPath, source: str) -> None:
     (breach,) = rule(path, source)
     assert re.match(rf"{re.escape(str(path))}:\d+ \w", breach)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_rule_lets_good_code_pass(rule: Rule) -> None:
-    for path in ("offload/thing.py", "kernels/thing.py"):
-        assert list(rule(PurePosixPath(path), WITHIN_THE_RULES)) == []
 
 
 def sources() -> Iterator[tuple[PurePosixPath, str]]:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import typer
 
+from offload.bench.gpu.samples import samples
 from offload.bench.harness.command import Bench, command
 from offload.bench.harness.tables import Column, Row, say_table
-from offload.bench.latency.expansion import samples
 from offload.calibration.kernels import Shapes, comparisons
 from offload.calibration.trial import KernelComparison, compare
 from offload.errors import UserError

@@ -8,7 +8,6 @@ phase.
 import ctypes
 import json
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,14 +85,8 @@ def _follow(order: Order) -> dict[str, Any]:
     _import_model_class(open_headers(order.target).config["model_type"])
     meter = _Meter()
     options = LoadOptions(order.target, order.draft, profile="none", device="cpu", **order.options)
-    moments = dict[str, float]()
-
-    def on_layer() -> None:
-        moments.setdefault("first layer", time.perf_counter())
-
-    hooks = Hooks(on_phase=meter.next_phase, on_layer=on_layer)
+    hooks = Hooks(on_phase=meter.next_phase)
     text_options: Any = {"max_new_tokens": order.num_tokens, "temperature": order.temperature}
-    started_s = time.perf_counter()
     with open_decoder(options, hooks=hooks) as decoder:
         ids = decoder.encode(PROMPT * 20, raw=True)[: order.prompt_tokens]
         plan = decoder.plan
@@ -110,7 +103,6 @@ def _follow(order: Order) -> dict[str, Any]:
         "planned_bytes": plan.total_bytes,
         "posts": {**{name: getattr(plan, name) for name in _POSTS}, "slots_bytes": slots_bytes},
         "phases": meter.phases,
-        "first_layer_s": moments["first layer"] - started_s,
     }
 
 

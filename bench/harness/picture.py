@@ -86,32 +86,6 @@ def case_words(tree: str, rule: str, temperature: float) -> str:
     return f"{size}, {drawn}" + ("" if rule == "match" else f", rule {rule}")
 
 
-def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
-    """Draw a panel for each row: a line is a run, a tick a moment at which tokens came."""
-    question = "How do runs through the stages follow each other?"
-    figure = _figure(question, settings, 0.9 + 1.7 * len(rows))
-    places = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
-    for place, row in zip(places, rows, strict=True):
-        zero_s = min((time_s for time_s, *_ in row["events"]), default=0.0)
-        issued_s = dict[int, float]()
-        for moment_s, kind, run, _ in row["events"]:
-            at_s = moment_s - zero_s
-            if kind == "issued":
-                issued_s[run] = at_s
-            elif kind in ("drawn", "dead") and run in issued_s:
-                colour = {"drawn": _BAR, "dead": _CEILING}[kind]
-                place.plot([issued_s[run], at_s], [run, run], color=colour, linewidth=1.2)
-            elif kind == "cancelled":
-                place.plot(at_s, run, "|", color=_BAD, markersize=4)
-            elif kind == "emitted":
-                place.axvline(at_s, color=_INK, linewidth=0.3)
-        place.set_ylabel(row["name"], fontsize=8)
-        _bare(place)
-    legend = "green: came back with tokens, grey: dead, red: cancelled, ticks: tokens written"
-    places[-1].set_xlabel(f"seconds; {legend}", fontsize=8, color=_SOFT)
-    figure.savefig(path)
-
-
 def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) -> None:
     """Draw what processes hold over time: a column for each, a panel for each field."""
     names = [name for name in next(iter(samples.values()))[0]._fields if name != "time_s"]

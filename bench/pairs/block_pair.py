@@ -27,13 +27,14 @@ from transformers import (
 from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Row, Screen, check
-from offload.bench.pairs.hybrid_pair import texts_of
 from offload.bench.pairs.training import (
     LEARNT,
+    TREE,
     Course,
     held_out_texts,
     library_ids,
     packaged,
+    texts_of,
     train,
     trained_once,
     windows,
@@ -41,7 +42,6 @@ from offload.bench.pairs.training import (
 from offload.checkpoint.packaged import PAIR
 from offload.units import parse_size
 
-TREE = "dynamic:64x16"
 TEMPERATURES = (0.0, 0.7, 1.0)
 LEAST_GAIN = 1.3
 MOST_SHARE = 0.2

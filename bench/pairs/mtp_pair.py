@@ -24,14 +24,15 @@ from transformers import DynamicCache, LlamaForCausalLM
 from offload.bench.harness.command import Bench, Findings, command
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Row, Screen, check
-from offload.bench.pairs.hybrid_pair import texts_of
 from offload.bench.pairs.training import (
     COMPANIONS,
     LEARNT,
+    TREE,
     Course,
     held_out_texts,
     library_ids,
     packaged,
+    texts_of,
     train,
     trained_once,
     windows,
@@ -40,7 +41,6 @@ from offload.checkpoint.packaged import PAIR
 from offload.model.library import CACHE
 from offload.units import parse_size
 
-TREE = "dynamic:64x16"
 TEMPERATURES = (0.0, 0.7)
 LEAST_SHARE = 0.8
 LEAST_JOINED = 1.1

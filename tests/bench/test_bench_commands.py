@@ -2,7 +2,6 @@
 
 import json
 import signal
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +11,10 @@ import pytest
 from shell import Outcome, process, shell
 
 from offload.bench import suite
-from offload.bench.harness import record, steps
-from offload.bench.harness.command import Bench, Effort, Given
+from offload.bench.harness.command import Effort
 from offload.bench.harness.record import read
-from offload.bench.latency import beside, decode, expansion, many, passes, quantised
+from offload.bench.latency import decode, many, passes
 from offload.errors import UserError
-from offload.options import ModelOptions
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
@@ -81,47 +78,12 @@ def test_decode_tells_what_every_case_took(decoded: Path) -> None:
 
 
 @pytest.mark.full
-def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host stands in for the device, and the layers are made in memory."""
-    monkeypatch.setattr("offload.bench.harness.command.plain_rate", None)
-    command = ["bench", "decode", "--quick", "--layers", "8", "--device", "pretend", *FEW, "--temp", "0"]
-    outcome = shell(*command)
-    result = result_of(outcome, "decode")
-    assert outcome.out.startswith("ceiling: layers to pretend, ")
-    assert (result["settings"]["device"], result["settings"]["target"]) == ("pretend", "target")
-    assert all(row["link_utilisation"] > 0 for row in result["rows"])
-    with pytest.raises(UserError, match="device was cpu and is cuda:0"):
-        record.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
-
-
-@pytest.mark.full
 def test_no_share_of_a_ceiling_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where the plain reader was slow in every moment at which it looked."""
     monkeypatch.setattr("offload.bench.harness.command.plain_rate", lambda _: 1e3)
     monkeypatch.setattr(passes, "plain_read_s", lambda *_: 1e3)
     result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--temp", "0"), "decode")
     result_of(shell("bench", "passes", "--quick", *SIZE, *RAM), "passes")
-
-
-@pytest.mark.full
-def test_rules_that_keep_distributions_take_the_static_tree() -> None:
-    effort = decode.Runs(trees=("none", "8x4", "grown:8x4"), temperatures=(0.6,), rules=("match", "sequoia"))
-    names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
-    assert [case.name for case in effort.cases()] == names
-
-
-@pytest.mark.parametrize("effort", [decode.QUICK, decode.FULL])
-def test_what_is_measured_is_what_a_user_gets(effort: decode.Runs) -> None:
-    assert [case.name for case in effort.cases()] == ["none", "T=0 match auto", "T=0.6 match auto"]
-    assert effort.need().tree == ModelOptions().tree == "auto"
-
-
-@pytest.mark.full
-def test_the_tree_that_was_chosen_is_told() -> None:
-    told = shell("bench", "decode", "--quick", *SIZE, *RAM, "--num-prompts", "1", "-n", "12", "--temp", "0")
-    _, row = result_of(told, "decode")["rows"]
-    ((tree, count),) = row["chosen"].items()
-    assert count == 1 and f"\nT=0 match auto began with {tree} (1 texts)\n" in told.out
 
 
 def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,27 +97,6 @@ def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) 
     outcome = shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--temp", "0")
     assert outcome.code == 2 and "no speed is worth printing" in outcome.err
     assert outcome.out.startswith("ceiling") and len(outcome.out.splitlines()) == 1
-
-
-def test_gate_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = steps.Written
-    monkeypatch.setattr(steps, "Written", lambda ids, new, *more: written(ids, [*new[:-1], 17], *more))
-    outcome = shell("bench", "passes", "--quick", *SIZE, *RAM)
-    assert outcome.code == 2 and "is wrong" in outcome.err and len(outcome.out.splitlines()) == 1
-
-
-@pytest.mark.full
-def test_passes_and_their_rows_on_disk(tmp_path: Path) -> None:
-    result = result_of(shell("bench", "passes", "--quick", *SIZE, *RAM, "--rows", tmp_path / "rows.jsonl"), "passes")
-    sized = [row for row in result["rows"] if "limit" in row]
-    assert [row["num_nodes"] for row in sized] == [1, 8]
-    assert all(0 <= row["stall_s"] <= row["sweep_s"] for row in sized)
-    assert {"sweep of a prompt", "draft pass of 1 rows"} <= {row["name"] for row in result["rows"]}
-    stored = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row for row in stored if row.get("is_proved", True)] == [
-        {"bench": "passes", **row} for row in result["rows"]
-    ]
-    assert sum("is_proved" in row for row in stored) == 4, "a row for each size and round, before they are proved"
 
 
 @pytest.mark.full
@@ -172,10 +113,6 @@ def test_where_nothing_is_streamed_no_link_is_a_ceiling(command: list[str]) -> N
 ALONE: dict[str, list[str]] = {
     "many": ["--quick", "--size", "60MB", "--parallel", "2"],
     "memory": ["--case", "dense-none", "--size", "60MB"],
-    "quantised": ["--quick", "--size", "300MB"],
-    "expansion": ["--quick"],
-    "recurrence": ["--quick"],
-    "main-job": ["--row", "streaming", "--row", "prompt", "--size", "60MB"],
     "beside": ["--quick", *SIZE, *RAM, "--num-prompts", "1", "-n", "4", *["--with", "--threads 1 --tree 8x4"] * 2],
 }
 
@@ -186,8 +123,6 @@ def test_a_command_ends_with_its_table_and_its_result(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(many, "QUICK", Effort(num_plain=4, num_tokens=24))
-    monkeypatch.setattr(quantised, "QUICK", Effort(num_plain=2, num_tokens=6, trees=("none", "8x4")))
-    monkeypatch.setattr(expansion, "QUICK", expansion.Effort(256, 1))
     outcome = shell("bench", name, *ALONE[name], "--json", tmp_path / "found.json", "--rows", tmp_path / "rows")
     assert outcome.code == 0, outcome.err
     result = json.loads(outcome.out.splitlines()[-1])
@@ -198,31 +133,6 @@ def test_a_command_ends_with_its_table_and_its_result(
         told = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
         before, after = told[: len(told) // 2], told[len(told) // 2 :]
         assert before == [{**row, "is_proved": False} for row in after], "figures of tokens that may still be wrong"
-
-
-def test_a_number_of_prompts_changes_no_list_of_parts() -> None:
-    with ExitStack() as resources:
-        bench = Bench("ranks", Given(num_prompts=2, quick=True), resources)
-        assert bench.effort(("shards", "stages"), ("shards",)) == ("shards",)
-        assert bench.effort(Effort(5), Effort(3)).num_prompts == 2
-
-
-def test_texts_that_cannot_be_proved_are_not_timed() -> None:
-    beside.require_provable({"temperature": 0.7, "top_p": 0.9})
-    with pytest.raises(UserError, match="got logit_bias: leave it out of --with"):
-        beside.require_provable({"temperature": 0.7, "logit_bias": {"3": 1.0}})
-
-
-def test_sides_stand_beside_the_first_prompt_by_prompt() -> None:
-    def rows(name: str, *speeds: float) -> list[dict[str, Any]]:
-        texts = enumerate(speeds)
-        alike = dict.fromkeys(("process_s", "ttft_s", "tokens_per_sweep", "peak_rss_bytes"), 1.0)
-        return [{**alike, "side": name, "tokens_per_s": one, "text": f"{at} {one > 3}"} for at, one in texts]
-
-    first = rows("this", 1.0, 2.0, 4.0)
-    told = beside.beside_first("other", rows("other", 2.0, 3.0, 4.0), first)
-    assert (told["ratio"], told["ratios"], told["num_same_texts"]) == (1.5, [2.0, 1.5, 1.0], 3)
-    assert told["tokens_per_s"] == 3.0
 
 
 def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> None:
@@ -270,7 +180,7 @@ def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: p
     listing = shell("bench")
     assert listing == shell("bench", "--help") and listing.code == 0
     assert "decode " in listing.out and "soak " in listing.out
-    for command in ("passes", "decode", "gate", "device", "peers", "compare", "main-job", "many"):
+    for command in ("passes", "decode", "gate", "device", "peers", "compare", "many"):
         told = shell("bench", command, "--help")
         assert told.code == 0 and f"offload bench {command}" in told.out, command
     assert process("bench", "--help", python=("-c", LISTS_IMPORTS), is_cold=True).out.endswith("heavy: set()\n")
@@ -292,24 +202,14 @@ def test_what_cannot_end_well_is_refused_before_measuring(
     twice = tmp_path / "twice.png"
     wishes = {
         "needs a result of passes, got one of decode": ["bench", "passes", "--compare", decoded / "decode.json"],
-        "cannot read": [*few, "--compare", tmp_path / "none.json"],
         "trees, sizes, rules, got 'specinfer'": [*few, "--preset", "specinfer"],
         "--temp must be": [*few, "--temp", "0", "--temp", "-1"],
-        "--tree must be": [*few, "--tree", "oak"],
-        "--tree auto is measured by itself": [*few, "--tree", "auto"],
-        "rule sequoia is exact only without that": [*few, "--tree", "grown:8x4", "--rule", "sequoia"],
         "cannot write": [*few, "--json", decoded],
         "--json alone may be printed": [*few, "--rows", "-"],
         f"--rows {twice} would be written over by --picture": [*few, "--rows", twice, "--picture", twice],
         "give --checkout DIR, or --with FLAGS": ["bench", "beside", *SIZE],
         "--checkout must be a folder that has offload in it": ["bench", "beside", "--checkout", tmp_path],
-        "--layers makes the models": [*few, "--layers", "8", "--model", "x"],
-        "--preset and --quick exclude each other": [*few, "--preset", "sequoia"],
-        "would be written over": [*few, "--trace", tmp_path / "a.json", "--json", tmp_path / "a.json"],
         "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],
-        "prompts differ": [*few, "--prompts", __file__, "--compare", decoded / "decode.json"],
-        "ram_bytes was 230000000": [*few, "--ram", "240MB", "--compare", decoded / "decode.json"],
-        "--gpu-mem limits a CUDA device": [*few, "--device", "cpu", "--gpu-mem", "4GiB"],
     }
     if find_spec("matplotlib"):
         wishes["--picture must end in one of "] = [*few, "--picture", tmp_path / "a.docx"]

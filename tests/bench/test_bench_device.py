@@ -1,18 +1,13 @@
 """The bench of the device path, whole, on a device that is the host: a script that is never run fails."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from matrix import matrix
 from shell import Outcome, shell
 
-from offload.bench.gpu import parts as device_parts
-from offload.bench.harness import setting
-from offload.bench.harness.gate import Proof, Written, WrongTokenError
 from offload.bench.harness.models import PRETEND
 from offload.bench.harness.steps import LANES
 from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origin, sketch
@@ -94,28 +89,6 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
     assert all(any(line.split(" ", 1)[1].strip().startswith(name) for line in said) for name in promises)
 
 
-def broken(*_: object) -> Iterator[dict[str, object]]:
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-@pytest.mark.full
-def test_what_breaks_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device's minutes are few: a result comes out of them whatever happens."""
-
-    def breaks(*_: object) -> Iterator[dict[str, object]]:
-        yield from broken()
-
-    monkeypatch.setitem(device_parts.ON_DECODER, "drafting", breaks)
-    monkeypatch.setitem(device_parts.ON_DECODER, "soak", breaks)
-    code, result, _ = run_tiny(*parts("sweeps", "drafting", "soak", "memory"))
-    promises = {one["promise"]: one for one in result["promises"]}
-    assert code == 1, "a promise was missed"
-    assert promises["soak"]["is_met"] is False and "out of memory" in promises["soak"]["seen"]
-    assert promises["step"]["is_met"] is False and promises["memory"]["is_met"] is True
-    assert promises["exact"]["is_met"] is None and promises["exact"]["seen"] == "not measured"
-    assert promises["link"]["seen"] != "not measured"
-
-
 def test_a_refusal_at_load_is_missed_by_all_that_hangs_on_it() -> None:
     """A blank would read as if it had not been asked."""
     asked = parts("sweeps", "drafting", "trees", "soak", "memory", "accelerate", "plain")
@@ -153,62 +126,6 @@ def test_nothing_is_timed_after_a_wrong_token(name: str, monkeypatch: pytest.Mon
     assert [row["promise"] for row in result["rows"]] == ["exact"] * 2 and all("error" in row for row in result["rows"])
     assert {name for name, is_met in verdicts_of(result).items() if is_met is not None} == {"exact"}
     assert shell("bench", "gate", "--device", "cpu", "-n", 5).code == 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("is_invariant", [True, False], ids=["the same bits", "the others"])
-def test_a_wrong_token_of_one_way_leaves_the_other_its_timings(
-    is_invariant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streamed_ids = exact.streamed_ids
-
-    def one_is_wrong(*args: Any) -> Iterator[tuple[str, list[int]]]:
-        for tree, ids in streamed_ids(*args):
-            yield tree, [*ids[:-1], ids[-1] + int((args[-1] is not False) == is_invariant)]
-
-    monkeypatch.setattr(exact, "streamed_ids", one_is_wrong)
-    code, result, _ = run_tiny(*parts("gate", "sweeps", "plain"))
-    names = [row["row"] for row in result["rows"]]
-    assert code == 2 and verdicts_of(result)["exact"] is False
-    timed = {name.startswith("not invariant, ") for name in names if "sweep of" in name}
-    assert timed == {is_invariant}, "of one way alone, the one whose tokens are right"
-
-
-@pytest.mark.full
-def test_bits_that_differ_are_a_promise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timings prove their own texts; that trees write the same bits is another matter, and is told."""
-    same = exact.same_for_all_trees
-
-    def one_less(*args: Any) -> Iterator[dict[str, Any]]:
-        for row in same(*args):
-            yield row | {"value": row["value"] - 1, "is_met": False}
-
-    monkeypatch.setattr(exact, "same_for_all_trees", one_less)
-    code, result, _ = run_tiny(*parts("gate", "memory"))
-    found = verdicts_of(result)
-    assert code == 1 and found["same bits"] is False and found["exact"] is True and found["memory"] is not None
-
-
-@matrix("wrong, errors", [(1, [0, 1, 0]), (2, [0, 0, 1, 1])], ids=["a tree", "the last tree"], daily=1)
-def test_a_tree_with_a_wrong_token_has_no_figures(
-    wrong: int, errors: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def prove(self: setting.Setting, written: list[Written]) -> Proof:
-        asked.append(written)
-        if len(asked) == wrong + 1:
-            raise WrongTokenError("new token 1 is wrong")
-        return Proof(1, 0, 0, 0.0)
-
-    asked: list[list[Written]] = []
-    monkeypatch.setattr(setting.Setting, "prove", prove)
-    code, result, outcome = run_tiny(*parts("trees"))
-    told = [row for row in result["rows"] if row["row"].startswith(("none", "sequences", "24x8"))]
-    assert [int("error" in row) for row in told] == errors
-    assert all(("s_per_token" in row) != ("error" in row) for row in told)
-    assert "token 1 is wrong" in told[wrong]["error"] and not told[wrong]["is_met"]
-    found = verdicts_of(result)
-    assert found["exact"] is False and (wrong == 1 or found["step"] is False)
-    assert code == 2 and "tokens are wrong" in outcome.err.splitlines()[-1]
 
 
 def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path) -> None:

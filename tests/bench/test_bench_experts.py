@@ -10,10 +10,8 @@ from shell import Outcome, shell
 from small_moe import save_small_moe
 
 from offload.bench.harness import command
-from offload.bench.harness.models import find_setting
-from offload.bench.harness.tables import Screen
 from offload.bench.latency import experts
-from offload.bench.latency.experts import AUTO, checks, room_bytes
+from offload.bench.latency.experts import AUTO
 from offload.bench.peers import peers
 from offload.bench.peers.child import Order, follow
 from offload.checkpoint.packaged import PAIR
@@ -57,28 +55,3 @@ def test_no_speed_for_another_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     outcome = compared(tmp_path, monkeypatch, spoilt="layers")
     assert outcome.code != 0 and "tokens/s" not in outcome.out
     assert "no speed is worth printing" in outcome.err, outcome.err
-
-
-def test_what_is_wanted_of_auto() -> None:
-    speeds = {("demand", "none"): 4.0, ("layers", "8x5"): 2.0, ("layers", AUTO): 2.5, (AUTO, AUTO): 5.0}
-    rows = [
-        {"room": room, "ram_bytes": room, "experts": way, "tree": tree, "tokens_per_s": one}
-        for room in (10, 20)
-        for (way, tree), one in speeds.items()
-    ]
-    speedup, third, choice = checks(rows, 30)[:3]
-    assert (speedup["value"], speedup["is_met"]) == (2.0, True) and (choice["value"], choice["is_met"]) == (0.8, True)
-    assert (third["value"], third["wanted"], third["is_met"]) == (2.0, 3.0, False)
-    assert ["third" in row["name"] for row in checks(rows, 60)] == [False, False, False, True, False]
-    rows[0]["tokens_per_s"] = 6.0
-    assert [row["is_met"] for row in checks(rows[:4], 300)] == [True, False, False]
-    assert len(checks([rows[0], rows[3]], 300)) == 1, "whole layers had no room"
-    del rows[3]["tokens_per_s"]
-    assert checks(rows[:4], 300) == [], "a run that was cut before its second pass"
-
-
-def test_room_is_a_share_of_the_experts(tmp_path: Path) -> None:
-    folder = save_small_moe(tmp_path / "moe")
-    with Screen(is_quiet=True) as screen:
-        mixture = find_setting(str(folder), None, "", "1TiB", screen)
-    assert room_bytes(mixture, 20) < room_bytes(mixture, 60)

@@ -2,44 +2,28 @@
 
 import json
 import math
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from plans import plan_memory
-from tiny import FAMILIES, build, save
 from torch import Tensor
 
 from offload import UserError
 from offload.bench.harness.gate import (
-    MOST_SIGMAS,
     Proof,
     Written,
     prove,
     reference,
-    surprise_sigmas,
 )
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.rates import BLOCK_BYTES, plain_read_s
 from offload.bench.harness.record import Result, change, changes, read, store
-from offload.bench.harness.steps import Event, Timeline
-from offload.bench.harness.tables import Guard, check, medians
-from offload.bench.latency.decode import FULL, QUICK, Runs
-from offload.bench.latency.main_job import SPEED
-from offload.bench.latency.quantised import FORMATS, quantised
-from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.imagined import checkpoint_of_config
-from offload.checkpoint.packaged import PAIR, inflated_config
-from offload.model.headers import describe
+from offload.bench.harness.tables import Guard
+from offload.checkpoint.packaged import PAIR
 from offload.sampling_options import Sampling
-from offload.trees.spec import parse_tree
 
 V = 50
-SIDES: tuple[Any, ...] = ("higher", "lower")
 
 
 def fixed_scores(seed: int) -> tuple[Tensor, object]:
@@ -50,20 +34,6 @@ def fixed_scores(seed: int) -> tuple[Tensor, object]:
         return logits_TV[: len(new_ids)]
 
     return logits_TV, score
-
-
-@pytest.mark.parametrize("effort", [QUICK, FULL, SPEED])
-@pytest.mark.parametrize("size_bytes", [60 * 10**6, 300 * 10**6, 2 * 10**9])
-def test_a_budget_that_is_not_given_has_room_for_what_is_opened(effort: Runs, size_bytes: int) -> None:
-    """A quarter of a small target would not hold two layers beside the tree; and of a large one it is a quarter."""
-    config = inflated_config(PAIR / "target", size_bytes)
-    files = ModelFiles(checkpoint_of_config(config, PAIR / "target" / "config.json"), describe(PAIR / "draft"))
-    need = effort.need()
-    budget_bytes = need.budget_bytes(files)
-    num_nodes = parse_tree(need.tree).num_nodes
-    how: dict[str, Any] = {"dtype": "auto", "context": need.context, "num_nodes": num_nodes, "rule": need.rule}
-    assert plan_memory(files, ram=budget_bytes, **how).num_layer_slots
-    assert (budget_bytes > files.target.num_bytes // 4) == (size_bytes < 10**9)
 
 
 def test_gate_passes_the_argmax_and_refuses_one_other_token() -> None:
@@ -122,12 +92,6 @@ def test_gate_of_rules_that_draw_afresh_is_the_distribution(rule: str) -> None:
     for wrong in (warmer, logits_TV.argmax(1).tolist(), random.Random(0).choices(range(V), k=400)):
         with pytest.raises(UserError, match="miss the target's distribution"):
             prove([Written([1], wrong, sampling, rule)], score)
-
-
-def test_a_token_of_no_probability_is_no_draw() -> None:
-    p_TV = torch.tensor([[0.5, 0.5, 0.0]] * 20)
-    assert abs(surprise_sigmas([(p_TV, [0, 1] * 10)])) < 1
-    assert surprise_sigmas([(p_TV, [2] + [0] * 19)]) > MOST_SIGMAS
 
 
 def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +178,6 @@ def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
         read(tmp_path / "a.json")
 
 
-def test_results_of_different_benches_are_not_compared() -> None:
-    with pytest.raises(UserError, match="needs a result of decode, got one of link"):
-        changes(a_result("link", a=Guard([1.0], "lower")), a_result("decode", a=Guard([1.0], "lower")))
-    with pytest.raises(UserError, match="share no figure"):
-        changes(a_result(a=Guard([1.0], "lower")), a_result(b=Guard([1.0], "lower")))
-
-
 @pytest.mark.parametrize("name", ["target", "ram_bytes", "temperature", "num_new_tokens", "prompts"])
 def test_results_of_other_models_or_texts_are_not_compared(name: str) -> None:
     guard = {"a": Guard([1.0, 1.1], "lower")}
@@ -230,14 +187,6 @@ def test_results_of_other_models_or_texts_are_not_compared(name: str) -> None:
     new.settings[name] = ["y"]
     with pytest.raises(UserError, match=f"--compare: {name} differ: measure with the same options"):
         changes(old, new)
-
-
-def test_a_sample_of_zero_hides_no_change() -> None:
-    names = [f"p{index}" for index in range(9)]
-    before, after = [0.0, *[5.0 + index for index in range(8)]], [4.0, *[2.0 + index for index in range(7)], 0.0]
-    assert change("slow", Guard(before, "higher", names), Guard(after, "higher", names)).is_worse
-    assert change("heaps", Guard(before * 3, "higher"), Guard([0.1 * value for value in after] * 3, "higher")).is_worse
-    assert change("none", Guard([0.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
@@ -253,50 +202,3 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
     store({}, Path("/dev/null"))
     assert Path("/dev/null").is_char_device(), "what is no file is not replaced"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-STEP = [("copy", 0, 0.0, 2.0), ("copy", 1, 0.0, 3.0), ("draft", -1, 1.0, 2.5), ("sweep", -1, 2.5, 6.0)]
-STEP += [("wait", 1, 2.5, 3.0), ("compute", 1, 3.0, 6.0), ("verify", -1, 6.0, 6.5), ("copy", 2, 7.0, 8.0)]
-
-
-def test_copies_follow_each_other_in_a_trace(tmp_path: Path) -> None:
-    timeline = Timeline()
-    for told in reversed(STEP):
-        timeline.add(*told)
-    events = timeline.events()
-    assert [event for event in events if event.kind == "copy"] == [
-        Event("copy", 0, 0.0, 2.0),
-        Event("copy", 1, 2.0, 3.0),
-        Event("copy", 2, 7.0, 8.0),
-    ]
-    timeline.write(tmp_path / "t.json")
-    told = [one for one in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if one["ph"] == "X"]
-    spans = [(one["cat"], one["args"]["layer"], one["ts"], one["ts"] + one["dur"]) for one in told]
-    assert spans == [(event.kind, event.layer, event.start_s * 1e6, event.end_s * 1e6) for event in events]
-
-
-def test_plain_reader_goes_round_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, preadv = list[int](), os.preadv
-    monkeypatch.setattr("os.preadv", lambda *asked: counts.append(preadv(*asked)) or counts[-1])
-    paths = [tmp_path / "a", tmp_path / "b"]
-    for path in paths:
-        path.write_bytes(bytes(3 << 20))
-    seconds = plain_read_s(paths, 20 << 20)
-    block_bytes = min(BLOCK_BYTES, 3 << 20)
-    assert counts == [block_bytes] * ((20 << 20) // block_bytes), "whole blocks, three times round both files"
-    assert seconds > 0
-
-
-def test_medians_are_of_rows_that_agree_and_checks_know_their_side() -> None:
-    rows = [{"case": case, "tokens_per_s": speed, "n": 2} for case in "ab" for speed in (1.0, 5.0, 2.0)]
-    assert medians(rows, "case") == [{"case": case, "tokens_per_s": 2.0, "n": 2} for case in "ab"]
-    told = [check("x", [1.0, 3.0, 2.0], wanted, better)["is_met"] for wanted in (1.9, 2.1) for better in SIDES]
-    assert told == [True, False, False, True]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_layers_that_are_no_whole_blocks_are_refused_before_anything_is_made(name: str, tmp_path: Path) -> None:
-    model = save(build(FAMILIES["llama"]()), tmp_path / "model")
-    with pytest.raises(UserError, match=r"widths of layers must be multiples of 128.* give a larger --size"):
-        quantised(model, name)
-    assert [one.name for one in tmp_path.iterdir()] == ["model"]

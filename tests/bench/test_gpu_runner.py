@@ -108,40 +108,6 @@ def test_a_wrong_token_skips_timings_and_nothing_else(tmp_path: Path) -> None:
     assert begun == ["gate", "tests", "gate", "timing"]
 
 
-def test_a_wrong_token_of_one_way_skips_its_own_timings(tmp_path: Path) -> None:
-    wrong = "add('gate: failed', promise='exact', is_met=False, is_invariant={}); sys.exit(2)"
-    others = (
-        step("timing", "add('fast')", skips_after=("gate",)),
-        step("plain", "add('faster')", skips_after=("gate",), is_invariant=False),
-    )
-    for is_invariant, names in ((True, ([], ["faster"])), (False, (["fast"], []))):
-        out = tmp_path / str(is_invariant)
-        run(out, step("gate", wrong.format(is_invariant)), *others)
-        assert (names_in(out, "timing"), names_in(out, "plain")) == names
-    out = tmp_path / "both"
-    run(out, step("gate", "add('gate: failed', promise='exact', is_met=False)"), *others)
-    assert (names_in(out, "timing"), names_in(out, "plain")) == ([], []), "a row that says of neither is of both"
-
-
-def test_time_that_is_left_is_the_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    limits, takes = [], {"a": 4.0, "b": 21.0, "c": 30.0, "d": 5.0, "e": 6.0}
-    monkeypatch.setattr(runner.time, "monotonic", lambda: now)
-
-    def pretend(one: Step, files: Files, limit_s: float, log: object) -> float:
-        nonlocal now
-        limits.append((one.name, limit_s))
-        now += takes[one.name]
-        return takes[one.name]
-
-    monkeypatch.setattr(runner, "_run_step", pretend)
-    budgets_s = {"a": 10, "b": 15, "c": 30, "d": 20, "e": 20, "f": 20}
-    steps = [Step(name, (), budget_s, 10.0) for name, budget_s in budgets_s.items()]
-    run(tmp_path / "out", *steps, budget_s=75.0 + runner.GRACE_S)
-    assert limits == [("a", 10), ("b", 21), ("c", 30), ("d", 20), ("e", 15)], "no more than is left of the whole"
-    assert status(tmp_path / "out", "f") == "skipped: 9 s are left"
-
-
 @contextmanager
 def running(out: Path, code: str) -> "Iterator[tuple[subprocess.Popen[bytes], int]]":
     """The runner as a process of its own with one step that hangs, and the id of that step's process."""
@@ -184,14 +150,6 @@ def test_a_runner_that_is_killed_takes_its_step_along(tmp_path: Path) -> None:
     assert status(out, "hangs") == "killed with the runner" and names_in(out, "hangs") == ["pid"]
     run(out, step("hangs", "add('more')"), resume=out / "rows.jsonl")
     assert names_in(out, "hangs") == ["pid", "more"] and status(out, "hangs") == "done"
-
-
-def test_rows_of_another_run_are_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, step("one", "add('a')")) == 0
-    assert run(tmp_path, step("one", "add('a')")) == 2
-    assert "holds the rows of another run" in capsys.readouterr().err
-    assert run(tmp_path / "new", step("one", ""), resume=tmp_path / "nothing") == 2
-    assert "is no file: name the rows.jsonl" in capsys.readouterr().err
 
 
 def test_what_the_table_names_is_there() -> None:

@@ -5,28 +5,22 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from planted_peer import NUM_NEW, PROMPT, order, plant
-from small_moe import NUM_EXPERTS, save_small_moe
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from offload.bench.harness import process as harness
 from offload.bench.harness.process import new_cap
 from offload.bench.harness.setting import Setting
 from offload.bench.harness.tables import say_table
-from offload.bench.peers import hugging_face, ours, peers
-from offload.bench.peers.child import Measured, follow, rate
+from offload.bench.peers import ours, peers
+from offload.bench.peers.child import Measured
 from offload.bench.peers.gguf_writer import reordered, write_gguf
 from offload.bench.peers.peers import (
     COLUMNS,
     OURS,
-    PROGRAMS,
     Common,
     Outcome,
     Program,
@@ -35,65 +29,9 @@ from offload.bench.peers.peers import (
     run_child,
 )
 from offload.checkpoint.packaged import PAIR
-from offload.errors import UserError
-from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, memory_groups, rss_bytes
-
-TUNED = {
-    "num_assistant_tokens": 4,
-    "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.0,
-}
-
+from offload.machine import rss_bytes
 
 # --- the cap
-
-
-def group_maker(files: GroupFiles, *refusing: str) -> Callable[[Path], None]:
-    """Like the kernel: a new folder is a group at once, but in folders of these names no memory group may be made."""
-
-    def make(folder: Path) -> None:
-        os.mkdir(folder)
-        if folder.parent.name not in refusing:
-            for name in (files.limit, "cgroup.procs"):
-                (folder / name).write_text("")
-
-    return make
-
-
-def fake_tree(root: Path, line: str, patch: pytest.MonkeyPatch) -> None:
-    """Memory groups are those of this tree."""
-    (root / "memory/a/b").mkdir(parents=True)
-    (root / "a/b").mkdir(parents=True)
-    (root / "membership").write_text(f"7:cpu:/c\n{line}\n")
-    patch.setattr(harness, "memory_groups", lambda *_: memory_groups(root, root / "membership"))
-
-
-@pytest.mark.parametrize(
-    ("line", "files", "refusing", "where"),
-    [
-        ("4:memory:/a/b", CGROUP_V1, [], "memory/a/b"),
-        ("0::/a/b", CGROUP_V2, [], "a/b"),
-        ("0::/a/b", CGROUP_V2, ["b"], "a"),
-    ],
-)
-def test_group_lies_as_deep_as_it_may(
-    tmp_path: Path, line: str, files: GroupFiles, refusing: list[str], where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_tree(tmp_path, line, monkeypatch)
-    monkeypatch.setattr(Path, "mkdir", group_maker(files, *refusing))
-    cap = new_cap(12345)
-    assert cap is not None
-    assert cap.folder.parent == tmp_path / where
-    assert (cap.folder / files.limit).read_text() == "12345"
-    assert cap.processes.parent == cap.folder
-
-
-def test_no_group_where_the_kernel_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_tree(tmp_path, "0::/a/b", monkeypatch)
-    assert new_cap(12345) is None  # plain folders: no limit file appears in them
-    assert not list(tmp_path.rglob("offload-bench*"))
-    (tmp_path / "membership").unlink()
-    assert new_cap(12345) is None
 
 
 @pytest.mark.full
@@ -180,59 +118,7 @@ def test_failure_is_told_in_a_line(options: dict[str, object], reason: str, monk
     assert run_child(sys.executable, order(options=options, limit_s=0.1)).reason == reason
 
 
-def test_fastest_thread_count_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class TwoAreBetter:
-        num_threads = 0
-
-        def use_threads(self, count: int) -> None:
-            self.num_threads = count
-
-        def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Callable) -> None:
-            for _ in range(num_tokens):
-                time.sleep(0.03 / self.num_threads**2)
-                emit([self.num_threads] * 4)
-
-    module = type(sys)("two_are_better")
-    module.open_peer = lambda order: TwoAreBetter()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "two_are_better", module)
-    weights, group = tmp_path / "weights", tmp_path / "procs"
-    weights.touch()
-    wish = order("two_are_better", threads=[1, 2, 1], prompts=[PROMPT] * 3, target=str(weights), group=str(group))
-    figures = follow(wish)
-    assert group.read_text() == str(os.getpid())
-    assert figures["num_threads"] == 2
-    # 10 tokens after the first burst are 3 bursts of 4, the last one whole
-    assert [run.token_ids for run in figures["runs"]] == [[2] * 4 * 4] * 3
-
-
-def test_rate_leaves_the_first_burst_out() -> None:
-    runs = [Measured(0, [(9.0, [1, 2]), (10.0, [3]), (11.0, [4, 5, 6])]), Measured(1, [(1.0, [1]), (3.0, [2, 3])])]
-    assert rate(runs) == pytest.approx((4 + 2) / (2 + 2))
-
-
 # --- the programs themselves
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weights": "disk"},
-        {"assistant": TUNED},
-        {"assistant": {}},
-    ],
-    ids=str,
-)
-def test_transformers_in_all_its_ways(options: dict[str, object]) -> None:
-    """It need not write what ours does: in 16 bits two tokens that lie closer than rounding may swap."""
-    options = {"weights": "mmap", "assistant": None, **options}
-    peer = hugging_face.open_peer(order(options=options, cap_bytes=rss_bytes() + (258 << 20)))
-    written = Outcome(runs=[Measured(0, [(1.0, tokens_of(peer))])])
-    assert proved(written, PAIR / "target", [PROMPT]).reason == ""
-    if options["weights"] == "disk":
-        assert "disk" in peer._model.hf_device_map.values()
-    if options["assistant"]:
-        assert peer._options["assistant_model"].generation_config.num_assistant_tokens == 4
 
 
 # --- the table
@@ -276,38 +162,7 @@ def test_rows_ratios_and_missing(
     assert lines[4] == "program d missing: no interpreter here can import absent_module"
 
 
-def test_no_ratio_without_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    outcomes = iter([Outcome(reason="refused: wrong"), Outcome(runs=runs(1.0)), Outcome(runs=runs(9.0))])
-    monkeypatch.setattr(peers, "measure", lambda program, setting: next(outcomes))
-    setting = Common(Setting(tmp_path, tmp_path, tmp_path, 1 << 30), [PROMPT], ())
-    rows = compare(["mmap"], PROGRAMS, setting, lambda row: None)
-    assert rows[0] == {"peer": OURS, "title": PROGRAMS[OURS].title, "reason": "refused: wrong"}
-    assert "ratio" not in rows[1]
-
-
 # --- GGUF
-
-
-def test_reordered_rows_turn_neighbours_as_halves_turn() -> None:
-    """Scores of queries and keys are the same under both conventions of rotary positions."""
-    num_heads, head_width, width, length = 3, 8, 5, 7
-    weights = [np.random.default_rng(seed).normal(size=(num_heads * head_width, width)) for seed in (0, 1)]
-    x_TD = np.random.default_rng(2).normal(size=(length, width))
-    angle_TI = np.arange(length)[:, None] * 100.0 ** (-np.arange(head_width // 2) / (head_width // 2))
-    half = np.concatenate([angle_TI, angle_TI], axis=1)[None]
-
-    def heads(weight: np.ndarray) -> np.ndarray:
-        return (x_TD @ weight.T).reshape(length, num_heads, head_width).swapaxes(0, 1)
-
-    query, key = (torch.from_numpy(heads(weight))[None] for weight in weights)
-    query, key = apply_rotary_pos_emb(query, key, *(torch.from_numpy(f(half)) for f in (np.cos, np.sin)))
-
-    def turned(weight: np.ndarray) -> np.ndarray:
-        pairs = heads(reordered(weight, num_heads)).reshape(num_heads, length, -1, 2)
-        return ((pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle_TI)).view(float)
-
-    wanted = (query @ key.mT)[0].numpy()
-    np.testing.assert_allclose(turned(weights[0]) @ turned(weights[1]).swapaxes(1, 2), wanted, atol=1e-9)
 
 
 def test_gguf_holds_the_same_values(tmp_path: Path) -> None:
@@ -334,33 +189,3 @@ def test_gguf_holds_the_same_values(tmp_path: Path) -> None:
     query = weights["model.layers.0.self_attn.q_proj.weight"].view(torch.int16).numpy()
     data = np.frombuffer(bytes(written["blk.0.attn_q.weight"].data), dtype=np.int16).reshape(query.shape)
     np.testing.assert_array_equal(data, reordered(query, config["num_attention_heads"]))
-
-
-def test_gguf_of_a_mixture_stacks_its_experts(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    from safetensors.torch import load_file
-
-    folder = save_small_moe(tmp_path / "moe", dtype=torch.bfloat16)
-    write_gguf(folder, tmp_path / "moe.gguf")
-    reader, weights = gguf.GGUFReader(tmp_path / "moe.gguf"), load_file(folder / "model.safetensors")
-    for key, value in (("count", NUM_EXPERTS), ("used_count", 2), ("feed_forward_length", 24)):
-        assert reader.fields[f"qwen3moe.expert_{key}"].contents() == value
-    written = {tensor.name: tensor.data for tensor in reader.tensors}
-    for part in ("gate", "up", "down"):
-        names = (f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight" for expert in range(NUM_EXPERTS))
-        stack = torch.stack([weights[name] for name in names])
-        assert bytes(written[f"blk.1.ffn_{part}_exps.weight"]) == stack.view(torch.uint8).numpy().tobytes(), part
-    for name, part in (("mlp.gate", "ffn_gate_inp"), ("self_attn.q_norm", "attn_q_norm")):
-        wanted = weights[f"model.layers.0.{name}.weight"].float().numpy()
-        np.testing.assert_array_equal(written[f"blk.0.{part}.weight"], wanted)
-    query = weights["model.layers.0.self_attn.q_proj.weight"].view(torch.uint8).numpy()
-    assert bytes(written["blk.0.attn_q.weight"]) == query.tobytes(), "its positions turn as Hugging Face's do"
-
-
-def test_gguf_of_another_family_is_refused(tmp_path: Path) -> None:
-    for name in ("model.safetensors", "config.json"):
-        (tmp_path / name).write_bytes((PAIR / "draft" / name).read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "qwen3"}))
-    with pytest.raises(UserError, match="only a Llama"):
-        write_gguf(tmp_path, tmp_path / "out.gguf")

@@ -1,14 +1,11 @@
 """The comparison is fair: a test for each way in which a program could be favoured. What an interruption leaves."""
 
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from planted_peer import NUM_NEW, PROMPT, order, plant
@@ -16,10 +13,9 @@ from planted_peer import NUM_NEW, PROMPT, order, plant
 from offload.bench.harness.setting import Setting
 from offload.bench.peers import child, peers
 from offload.bench.peers.child import Order, follow
-from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Common, Outcome, Program, gguf_file, measure, run_child
+from offload.bench.peers.peers import OURS, PROGRAMS, Common, Outcome, Program, measure, run_child
 from offload.checkpoint.packaged import PAIR
 from offload.engine.load import load
-from offload.machine import rss_bytes
 from offload.reports.proof import draw_gaps, rounding
 from offload.sampling_options import Sampling
 
@@ -67,20 +63,6 @@ def test_all_programs_get_the_same_files_prompts_memory_and_time(
         assert given.num_tokens <= orders[OURS].num_tokens and len(given.prompts) <= len(orders[OURS].prompts)
     for name in ("disk-tuned", "mmap-tuned", "llama-draft"):
         assert orders[name].num_tokens == orders[OURS].num_tokens and orders[name].prompts == orders[OURS].prompts
-
-
-def test_without_drafts_both_take_the_same_texts_and_write_the_same() -> None:
-    """In this process: a word that comes again and again is copied by both, so passes are fewer than tokens."""
-    texts = {}
-    for name in (OURS, "mmap"):
-        program = LOOKUPS[name]
-        what = {"prompts": [[*PROMPT, *PROMPT[:9]]], "num_tokens": 24, "cap_bytes": rss_bytes() + (1 << 30)}
-        wish = order(program.module, options=program.options, **what)
-        (run_of,) = follow(wish)["runs"]
-        texts[name] = run_of.token_ids[:24]
-        assert len(run_of.bursts) < len(run_of.token_ids), name
-    assert texts[OURS] == texts["mmap"]
-    assert {program.figure for program in LOOKUPS.values()} == {"tokens_per_pass"}
 
 
 def test_tokens_are_proved_each_behind_its_own_prompt(
@@ -150,50 +132,3 @@ def test_every_program_starts_with_a_cold_cache(told: list[tuple[str, float]]) -
 
 
 # What an interruption leaves
-
-
-def terminate_when(happened: Callable[[], bool]) -> None:
-    """SIGTERM to ourselves as soon as that is so; nothing where it never is, which the test's own limit tells."""
-
-    def watch() -> None:
-        give_up = time.monotonic() + 30
-        while not happened() and time.monotonic() < give_up:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@pytest.fixture
-def _sigterm_leaves() -> Iterator[None]:
-    """As in `offload bench`."""
-
-    def leave(*_: Any) -> None:
-        raise SystemExit(143)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("_sigterm_leaves")
-def test_sigterm_ends_the_child_and_its_group(cap: FakeCap) -> None:
-    terminate_when(lambda: cap.processes.is_file() and cap.processes.read_text() != "")
-    with pytest.raises(SystemExit):
-        run_child(sys.executable, order(options={"tokens": [5] * NUM_NEW, "sleep_s": 60}))
-    assert cap.is_removed
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(cap.processes.read_text()), 0)
-
-
-@pytest.mark.usefixtures("_sigterm_leaves")
-def test_sigterm_leaves_no_half_written_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, folder = tmp_path / "python", tmp_path / "offload"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder.mkdir()
-    writer.write_text('#!/bin/sh\necho half > "$4"\nexec sleep 60\n')
-    writer.chmod(0o755)
-    terminate_when(lambda: any(path.stat().st_size for path in folder.iterdir()))
-    with pytest.raises(SystemExit):
-        gguf_file(PAIR / "draft", str(writer))
-    assert not list(folder.iterdir())

@@ -1,6 +1,5 @@
 """Files that are none, pipes without a writer, devices without an end; and two that write to one folder."""
 
-import errno
 import fcntl
 import os
 import threading
@@ -173,23 +172,3 @@ def test_a_folder_that_another_finishes_meanwhile_is_not_ours(tmp_path: Path) ->
     with patch.object(fcntl, "flock", finish_first), told, locked_anew(folder):
         raise AssertionError("what lies there is a third one's")
     assert (folder / "of a third").exists() and (tmp_path / "finished").is_dir()
-
-
-def test_a_folder_just_made_does_not_stay_where_its_lock_is_refused(tmp_path: Path) -> None:
-    error = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-    told = pytest.raises(OSError, match="No locks available")
-    with patch.object(fcntl, "flock", side_effect=error), told, locked_anew(tmp_path / "work"):
-        raise AssertionError("there is no lock")
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("is_anothers", [False, True])
-def test_a_folder_in_which_nothing_could_be_written_does_not_stay(is_anothers: bool, tmp_path: Path) -> None:
-    """But for one that another has made since, under the same name."""
-    folder = tmp_path / "work"
-    with pytest.raises(OSError, match="full"), locked_anew(folder):
-        if is_anothers:
-            folder.rename(tmp_path / "moved")
-            folder.mkdir()
-        raise OSError(errno.ENOSPC, "full")
-    assert folder.exists() == is_anothers

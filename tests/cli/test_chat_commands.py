@@ -15,7 +15,6 @@ from shell import Outcome, shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.cli import repl
-from offload.cli.chat_input import SilentTerminal
 from offload.cli.console import Console
 from offload.cli.slash_commands import _HELP
 from offload.engine.chat import Chat
@@ -162,23 +161,6 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
 
 
-def test_commands_tell_what_they_did(letters: Path, tmp_path: Path) -> None:
-    path, copy = tmp_path / "talk", tmp_path / "copy"
-    told = chat(letters, f"Say\n/save {copy}\n/clear\n/load {copy}\n/retry")
-    assert told.out == 2 * "Ok.\n"
-    assert told.err.splitlines() == [
-        f"kept in {copy}", "the conversation is forgotten",
-        f"going on with {copy}: 1 question, the last one asked was 'Say'",
-        "greedy, so the answer will be the same: /set temperature 0.7 draws another",
-    ]  # fmt: skip
-    chat(letters, f"Say\n/save {copy}\nSay it\n/load {copy}\n/load {path}\nAgain", "--session", path)
-    forgotten = chat(letters, "/undo\n/undo", "--session", path).err.splitlines()
-    assert forgotten[:2] == ["forgotten: Again", "forgotten: Say it"], "what is loaded again is kept again"
-    told = chat(letters, "Say\n/clear", "--session", path)
-    assert told.err.splitlines()[-1] == f"the conversation is forgotten; {path} begins anew"
-    assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked")
-
-
 def test_what_is_said_is_kept_however_it_ends(talker: Path, tmp_path: Path) -> None:
     path = tmp_path / "talk"
     with at_sweep(4, lambda: (interrupt(), interrupt())):
@@ -209,16 +191,6 @@ def test_a_second_interrupt_loses_nothing(
     assert outcome.code == 130 and outcome.err.endswith("offload: interrupted\n")
     assert outcome.out.endswith("\n") and SAID.startswith(outcome.out.rstrip("\n\ufffd"))
     assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
-
-
-def test_keys_are_silent_until_an_answer_is_kept(talker: Path, tmp_path: Path) -> None:
-    """They would else be shown behind the line that tells of it."""
-    states = list[str]()
-    enter = at_call(SilentTerminal, "__enter__", 2, lambda: states.append("silent"))
-    leave = at_call(SilentTerminal, "end", 3, lambda: states.append("heard"))
-    with enter, leave, at_call(Decoder, "save_session", 1, lambda: states.append("kept")):
-        assert chat(talker, "Say\n", "--session", tmp_path / "talk").code == 0
-    assert states == ["silent", "kept", "heard"]
 
 
 @pytest.mark.parametrize(
@@ -371,24 +343,3 @@ def test_what_a_model_says_about_sampling(
     values: dict[str, object], wanted: dict[str, object], looper: Path, tmp_path: Path
 ) -> None:
     assert sampled(suggesting(looper, tmp_path, **values)) == wanted
-
-
-@pytest.mark.usefixtures("_no_weights")
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"temperature": "hot"}, "--temp must be a number, got 'hot'; mend the file, or leave it out with --greedy"),
-        ({"temperature": -1}, "--temp must be 0 or more, got -1"),
-        ({"temperature": float("nan")}, "is not valid JSON (NaN is no number)"),
-        ({"top_p": True}, "--top-p must be a number, got True"),
-        ({"top_p": 7}, "--top-p must lie in (0, 1], got 7"),
-        ({"top_k": 0.5}, "--top-k must be a number, got 0.5"),
-        ({"min_p": 2}, "--min-p must lie in [0, 1], got 2"),
-        ({"repetition_penalty": 0}, "--repeat-penalty must lie between 0.01 and 100, got 0"),
-        ({"top_k": [1] * 99}, "--top-k must be a number"),
-    ],
-)
-def test_senseless_suggestions_are_refused(values: dict[str, object], words: str, looper: Path, tmp_path: Path) -> None:
-    assert_refused(
-        generate(suggesting(looper, tmp_path, do_sample=True, **values), "-p", "x"), words, "generation_config"
-    )

@@ -1,11 +1,8 @@
 """What is typed, pasted and piped into a conversation, at a terminal of its own and without any model."""
 
 import io
-import os
-import pty
 import signal
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -14,9 +11,6 @@ from unittest.mock import patch
 
 import pytest
 from screen import Typist
-
-from offload.cli.chat_input import SilentTerminal
-from offload.errors import UserError
 
 READS = """
 import os, sys, time
@@ -94,17 +88,6 @@ def test_blocks_and_commands(text: str, wanted: str) -> None:
     assert piped(text) == "\n".join(filter(None, ["READY", wanted, "END"])) + "\n"
 
 
-def test_a_user_without_a_home_converses_all_the_same(tmp_path: Path) -> None:
-    homeless = (
-        "import os, pwd\npwd.getpwuid = {}.__getitem__\nos.environ.pop('HOME', os.environ.pop('XDG_CACHE_HOME'))\n"
-    )
-    typist = typist_at("xterm", tmp_path, homeless)
-    typist.sees("READY")
-    typist.types("Why?\n", "GOT '' 'Why?'", "> ")
-    typist.types("\x04", "END")
-    typist.leaves()
-
-
 def test_a_block_is_typed_line_by_line_and_an_interrupt_ends_it(typist: Typist) -> None:
     typist.types('"""\n', "... ")
     typist.types("one\n", "... ")
@@ -122,20 +105,6 @@ def test_a_pasted_block_is_one_question(typist: Typist, request: pytest.FixtureR
     is_bracketed = "xterm" in request.node.name
     typist.types("\x1b[200~one\r\rtwo\x1b[201~\r" if is_bracketed else "one\r\rtwo\r", "GOT '' 'one\\n\\ntwo'", "> ")
     typist.types("three\r", "GOT '' 'three'")
-
-
-def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist, tmp_path: Path) -> None:
-    typist.types("answer\n", "ANSWERING")
-    time.sleep(0.2)
-    assert not typist.echoes()
-    typist.types("ne")
-    time.sleep(0.2)
-    typist.types("xt\n")
-    time.sleep(0.2)
-    (tmp_path / "answered").touch()
-    shown = typist.sees("DONE")
-    assert "ne" not in shown and "xt" not in shown
-    typist.sees("GOT '' 'next'")
 
 
 def test_lines_typed_ahead_come_one_by_one(typist: Typist, tmp_path: Path) -> None:
@@ -175,55 +144,3 @@ def test_the_terminal_is_as_it_was_after_the_end_of_the_process(tmp_path: Path) 
     typist.running.terminate()
     assert typist.running.wait(timeout=60) == 128 + signal.SIGTERM and typist.echoes()
     typist.leaves()
-
-
-def ends(typist: Typist) -> None:
-    typist.sees("> ")
-    typist.types("\x04", "END")
-    assert typist.running.wait(timeout=60) == 0
-    typist.leaves()
-
-
-def test_lines_of_an_earlier_day_come_back_of_every_conversation(tmp_path: Path) -> None:
-    for keys in ("first\n", "\x1b[A\n"):
-        typist = typist_at("xterm", tmp_path)
-        typist.sees("> ")
-        typist.types(keys, "GOT '' 'first'")
-        ends(typist)
-    typists = [typist_at("xterm", tmp_path) for _ in range(2)]
-    for typist, line in zip(typists, ("second", "third"), strict=True):
-        typist.sees("> ")
-        typist.types(f"{line}\n", f"GOT '' '{line}'")
-    for typist in typists:
-        ends(typist)
-    found = next(path for path in tmp_path.rglob("chat-history"))
-    assert found.read_text().split()[-2:] == ["second", "third"], "both at a time keep theirs"
-
-
-def test_a_window_that_is_closed_loses_no_line(tmp_path: Path) -> None:
-    """The terminal cannot be set back any more."""
-    typist = typist_at("xterm", tmp_path)
-    typist.sees("> ")
-    typist.types("first\n", "GOT '' 'first'")
-    os.close(typist._ours)
-    typist.running.wait(timeout=60)
-    assert next(tmp_path.rglob("chat-history")).read_text().split()[-1:] == ["first"]
-
-
-def test_a_terminal_is_silent_until_it_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before there is a prompt: what is typed while a model loads would stand in the live line."""
-    _, slave = pty.openpty()
-    with os.fdopen(slave) as terminal:
-        monkeypatch.setattr(sys, "stdin", terminal)
-
-        def echoes() -> bool:
-            return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
-
-        with SilentTerminal() as silent:
-            assert not echoes()
-            silent.end()
-            assert echoes()
-        assert echoes()
-        with pytest.raises(UserError), SilentTerminal():
-            raise UserError("what fails while it loads")
-        assert echoes()

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from reciting import SAID, only_object
+from reciting import SAID
 from refusals import assert_refused, contents
-from shell import Outcome, process, shell, start
-from test_main import LISTS_IMPORTS
+from shell import Outcome, shell, start
 from tiny import save_tokenizer
 
 from offload.datastore.store import open_datastore
@@ -65,21 +64,6 @@ def test_a_store_guesses_for_a_model_of_its_tokenizer(flag: str, looper: Path, s
     assert_refused(shell(*run, flag, store.parent / "none"), str(store.parent / "none"))
 
 
-def test_json_tells_what_was_done(looper: Path, texts: Path, tmp_path: Path) -> None:
-    (texts / "bad.txt").write_bytes(b"\xff")
-    outcome = build(looper, tmp_path / "store", texts, "--skip-bad", "--json", "--ram", "4GiB")
-    result = only_object(outcome.out)
-    assert outcome.code == 0 and outcome.err == ""
-    assert (result["num_new_tokens"], result["num_tokens"], result["num_documents"]) == (41, 41, 3)
-    assert (result["num_files"], result["num_binary"], result["num_hidden"]) == (4, 1, 1)
-    assert result["bad"] == [f"{texts / 'bad.txt'} must be UTF-8, it is not at byte 0"]
-    assert result["ram_bytes"] == 4 << 30 and result["peak_rss_bytes"] > 0 and result["tokens_per_s"] > 0
-    told = only_object(shell("datastore", "info", tmp_path / "store", "--json").out)
-    assert told == {key: result[key] for key in told} and told["tokenizer"] == str(looper)
-    sound = only_object(shell("datastore", "verify", tmp_path / "store", "--json").out)
-    assert sound == {**told, "is_sound": True}
-
-
 def test_info_and_verify_say_it_in_lines_and_a_store_grows(store: Path, looper: Path, tmp_path: Path) -> None:
     size, tokenizer, sorting = shell("datastore", "info", store).out.splitlines()
     assert size.startswith(f"{store}: 41 tokens of 3 documents in 1 chunk, ")
@@ -103,18 +87,6 @@ def test_conversations_take_the_models_template(tmp_path: Path) -> None:
     index = open_datastore(tmp_path / "store", tokenizer.get_vocab())
     (row,) = index.continuations(index.longest(tokenizer.encode("</s><s>")), 20)
     assert tokenizer.decode(row[row >= 0]) == "assistant:Ho</s>"
-
-
-def test_bad_files_are_named_or_skipped(looper: Path, texts: Path, tmp_path: Path) -> None:
-    (texts / "latin.txt").write_bytes(b"gr\xfc\xdfe")
-    (texts / "lines.jsonl").write_text('{"question": 1}\n{"text": "good"}\n')
-    refused = build(looper, tmp_path / "store", texts, "-q")
-    assert_refused(refused, f"{texts / 'latin.txt'} must be UTF-8, it is not at byte 2: convert it, or pass over it")
-    assert not (tmp_path / "store").exists()
-    outcome = build(looper, tmp_path / "store", texts, "--skip-bad")
-    assert outcome.code == 0
-    assert f"skipped: {texts / 'latin.txt'} must be UTF-8, it is not at byte 2\n" in outcome.err
-    assert f"skipped: {texts / 'lines.jsonl'}:1 must be an object with text, messages" in outcome.err
 
 
 def test_what_no_store_can_be_made_of_is_refused(looper: Path, texts: Path, tmp_path: Path) -> None:
@@ -157,11 +129,3 @@ def test_ctrl_c_in_a_process_of_its_own(looper: Path, texts: Path, tmp_path: Pat
         out, err = running.communicate(timeout=120)
     assert (running.returncode, out) == (130, b"") and err.decode().splitlines()[-1] == "offload: interrupted"
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
-
-
-@pytest.mark.parametrize("command", ["info", "verify"])
-def test_looking_at_a_store_imports_nothing_heavy(command: str, store: Path) -> None:
-    outcome = process("datastore", command, store, python=("-c", LISTS_IMPORTS), is_cold=True)
-    assert outcome.code == 0 and outcome.err == "\n" and str(store) in outcome.out
-    outcome = shell("datastore")
-    assert outcome.code == 0 and command in outcome.out

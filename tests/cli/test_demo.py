@@ -3,7 +3,6 @@
 import json
 import re
 import urllib.request
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,16 +155,6 @@ def test_a_server_opens_without_a_model() -> None:
     assert decoder.plan.is_streamed
 
 
-def test_what_was_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packaged, "inflated_target", lambda *_: Path("made"))
-    named = LoadOptions(ram="700MB", tree="8x3", context=256, device="cpu")
-    options = packaged.packaged_chat(named, lambda *_: None)
-    assert options == replace(named, model="made")
-    chosen = packaged.packaged_chat(LoadOptions(), lambda *_: None)
-    assert (chosen.tree, chosen.device, chosen.context) == ("auto", "cpu", 1024)
-    assert chosen.ram is not None and int(chosen.ram) >= packaged._CHAT_BYTES // 4
-
-
 def test_what_is_made_is_told_with_its_place_and_made_by_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,13 +172,3 @@ def test_what_is_made_is_told_with_its_place_and_made_by_one(
     for command in ("chat", "serve"):
         assert_refused(shell(command, "--demo", "-m", "big"), "--demo brings its own models", "leave out --model")
         assert_refused(shell(command), "--model says what is to run", "or --demo for the packaged one")
-
-
-def test_the_template_keeps_what_was_said() -> None:
-    """Each answer goes on where the one before has ended, token by token: only what is new is read."""
-    tokenizer = load_tokenizer(CHAT_PAIR / "target")
-    turns = [{"role": "user", "content": "Hello"}]
-    first = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    turns += [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Who are you?"}]
-    second = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    assert first == "<|endoftext|>Q: Hello\nA:\n" and second == f"{first}Hi.<|endoftext|>Q: Who are you?\nA:\n"

@@ -3,12 +3,10 @@
 import io
 import os
 import random
-import re
 import sys
 import termios
 import threading
-import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,14 +15,9 @@ from reciting import PROMPT, SAID, at_call, interrupt, settings
 from screen import Recording, Screen, record
 from shell import process
 
-from offload.bench import suite
-from offload.cli import launch
 from offload.cli.console import Console
-from offload.cli.progress import Phase, TextProgress
-from offload.cli.terminal import column_after, fitted
+from offload.cli.progress import Phase
 from offload.options import CHAT_PAIR, OutputOptions
-from offload.stats import Stats
-from offload.units import duration, plural
 
 NUM_ROWS = 6  # so that text scrolls
 PIECES = ("a", "of ", "the\n", "\n", "  return", "日本", "wörld", "", "é", "\n\n", "x" * 19)
@@ -84,31 +77,8 @@ def test_text_is_what_it_is_without_the_line(num_columns: int, seed: int) -> Non
         assert trimmed(screen.lines) == trimmed(text_alone("".join(pieces), num_columns))
 
 
-def test_a_wide_name_leaves_nothing_behind() -> None:
-    """Half of its letters fill the row, and none of them steers the terminal."""
-    with Terminal(20) as terminal:
-        line, screen = Console(OutputOptions()), Screen(NUM_ROWS, 20)
-        line.show(Phase("reading \x1b[2J日本語の言語モデル" * 2))
-        screen.feed(terminal.read())
-        assert len(screen.lines) == 1 and screen.lines[0].startswith("reading ?[2J日本語")
-        line.close()
-        screen.feed(terminal.read())
-        assert trimmed(screen.lines) == [""]
-
-
 def trimmed(lines: list[str]) -> list[str]:
     return "\n".join(lines).rstrip("\n").split("\n")
-
-
-def test_the_line_moves_while_nobody_tells_of_progress() -> None:
-    with Terminal(80) as terminal:
-        line = Console(OutputOptions())
-        line.show(Phase("importing"))
-        seen = ""
-        while len({*re.findall(r"importing \[00:(\d+)\]", seen)}) < 2:
-            seen += terminal.read()
-            time.sleep(0.02)
-        line.close()
 
 
 def test_an_interrupt_as_the_line_begins_leaves_a_line_that_ends() -> None:
@@ -164,36 +134,7 @@ def test_a_run_in_a_terminal_tells_its_phases_and_leaves_the_text(ender: Path) -
     assert "/128 [" in seen.text and SAID.rstrip("\n") in seen.screen().lines
 
 
-@pytest.mark.full
-def test_text_in_a_file_is_text_alone(ender: Path, tmp_path: Path) -> None:
-    """Beside a terminal that is narrow."""
-    with (tmp_path / "text").open("wb") as file:
-        flags = (*settings(ender), "--link-limit", "2MB", "-p", PROMPT)
-        seen = record("generate", *flags, num_columns=30, stdout=file.fileno())
-    assert (tmp_path / "text").read_text() == SAID + "\n" and SAID.rstrip("\n") not in seen.text
-    assert_phases_are_told(seen, 30)
-
-
-@pytest.mark.full
-def test_a_dumb_terminal_gets_plain_lines(ender: Path) -> None:
-    seen = record("generate", *settings(ender), "-p", PROMPT, environment={"TERM": "dumb"})
-    assert "\x1b" not in seen.text and seen.text.count("\r") == seen.text.count("\r\n")
-    assert SAID.rstrip("\n") in seen.text.split("\r\n") and "importing" not in seen.text
-
-
 # What it says
-
-
-def test_a_text_tells_tokens_layers_and_tokens_a_pass() -> None:
-    stats = Stats(tree_depth=3)
-    progress = TextProgress(stats, layers_per_sweep=8, num_prompt_sweeps=2, max_new_tokens=100)
-    progress.num_layers = 4
-    assert progress.now() == ("prompt", 4, 16, " layers", "")
-    stats.num_first_tokens, stats.accepted_per_sweep, stats.num_sweeps = 4, [6, 2], 2
-    progress.num_layers = 8 * 4 + 3
-    assert progress.now() == ("writing", 12, 100, " tokens", "layer 3 of 8, 4.0 tokens a pass")
-    progress.num_layers, progress.max_new_tokens = 8 * 4, None
-    assert progress.now() == ("writing", 12, 0, " tokens", "drafting, 4.0 tokens a pass")
 
 
 @pytest.mark.parametrize(("is_decimal", "wanted"), [(False, "1.00G/4.00G"), (True, "1.07G/4.29G")])
@@ -220,74 +161,3 @@ def test_nothing_is_drawn_where_it_cannot_be_drawn_over(name: str, monkeypatch: 
             line.say("a line")
         told = terminal.read() if name == "dumb" else sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert told.strip() == "a line"
-
-
-def test_numbers_and_durations_are_those_of_people() -> None:
-    assert [plural(count, "token") for count in (0, 1, 2, 1234)] == ["0 tokens", "1 token", "2 tokens", "1,234 tokens"]
-    told = [duration(seconds) for seconds in (0.2, 59.4, 59.6, 65, 3599.7, 7500)]
-    assert told == ["1 s", "59 s", "1:00", "1:05", "1 h 00 min", "2 h 05 min"]
-
-
-class Wide(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_lines_break_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of commands stays a list on a narrow one: what is said of a name goes on below itself."""
-    monkeypatch.setenv("COLUMNS", "40")
-    text = "the first one is longer than forty columns, is it not?\n\n   a table    with gaps\n" + "x" * 50
-    broken = text.replace("forty columns", "forty\n  columns")
-    assert fitted(text, Wide()) == broken and fitted(text, io.StringIO()) == text
-    first, *others = fitted("/save FILE       keep the conversation and its cache for later", Wide()).split("\n")
-    assert first == "/save FILE       keep the conversation" and others == [f"{'':17}and its cache for later"]
-
-
-@pytest.mark.parametrize(
-    ("text", "column", "width", "wanted"),
-    [
-        ("ab\tc", 0, 80, 9), ("日本", 1, 80, 5), ("e\u0301", 0, 80, 1), ("x" * 20, 0, 20, 20),  # the next one wraps
-        ("日", 19, 20, 2), ("a\nbc", 7, 80, 2),
-    ],
-)  # fmt: skip
-def test_columns_are_counted_as_terminals_count(text: str, column: int, width: int, wanted: int) -> None:
-    assert column_after(text, column, width) == wanted
-
-
-HOSTS_MEET = "this is host 1 of 2, from 0 on; hosts meet at alpha:29500, for 120 s at most"
-
-
-@pytest.mark.parametrize(
-    ("hosts", "flags", "during", "after"),
-    [
-        (["alpha"], [], "starting 2 ranks [00:00]", ""),
-        (["alpha", "beta"], [], "starting 2 ranks [00:00]", HOSTS_MEET),
-        (["alpha", "beta"], ["--quiet"], "", ""),
-        ([], [], "importing what bench decode needs", ""),
-    ],
-)
-def test_a_launch_and_a_bench_tell_what_they_wait_for(
-    hosts: list[str], flags: list[str], during: str, after: str
-) -> None:
-    def announced() -> AbstractContextManager[None]:
-        plan = launch.Launch(2, hosts, len(hosts) - 1, 29500, ["generate", *flags])
-        return launch._announced(plan) if hosts else suite._announced("decode")
-
-    screen = Screen(NUM_ROWS, 100)
-    with Terminal(100) as terminal:
-        with announced():
-            screen.feed(terminal.read())
-            assert screen.lines == [during]
-        screen.feed(terminal.read())
-    assert screen.lines == [after]
-    if not hosts:
-        with Terminal(100, "dumb") as terminal, announced():
-            assert terminal.read() == "", "what cannot be taken back is not written"
-
-
-def test_whoever_wants_no_bars_of_tqdm_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    with Terminal(80) as terminal, Console(OutputOptions()) as line:
-        line.wait("importing")
-        line.text("text\n")
-        assert terminal.read() == "text\r\n"

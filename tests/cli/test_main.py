@@ -25,8 +25,6 @@ from shell import Outcome, process, shell
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.bench.suite import COMMANDS, MEASURES, STUDIES
-from offload.checkpoint.open import open_checkpoint
 from offload.commands import every_command
 from offload.declaration import GROUPS, options_of
 from offload.machine import has_cuda_driver
@@ -48,15 +46,6 @@ def test_text_goes_to_stdout_and_figures_to_stderr(ender: Path) -> None:
     assert "GB/s" in link and memory.startswith("peak memory")
 
 
-def test_details_are_for_those_who_ask(ender: Path) -> None:
-    brief, told = (generate(ender, *flags).err.splitlines() for flags in ((), ("-v",)))
-    slots, tree = told[2:4]
-    assert brief[:2] == told[:2] and len(told) == len(brief) + 3
-    assert slots == "streamed layers pass through 3 slots; 1 compute thread"
-    assert tree.startswith("tree of 8 nodes, 3 deep: default acceptance, no profile")
-    assert told[-1].startswith("alpha 1.000") and "alpha" not in "".join(brief)
-
-
 def test_what_is_not_there_is_not_told(ender: Path) -> None:
     assert generate(ender, "--quiet") == Outcome(0, SAID + "\n", "")
     outcome = generate(ender, "-n", "0")
@@ -65,18 +54,6 @@ def test_what_is_not_there_is_not_told(ender: Path) -> None:
     outcome = shell("generate", "-m", ender, "-p", PROMPT, *roomy)
     assert outcome.out == SAID + "\n" and "all 4 layers fit into RAM" in outcome.err
     assert "no tree" in outcome.err and "link" not in outcome.err and "draft" not in outcome.err
-
-
-def test_all_that_is_read_at_start_is_told(looper: Path) -> None:
-    """In two rounds: what is read before memory is planned, then the layers that stay."""
-    told = []
-    with offload.load(looper, looper, "1GiB", "8x3", context=64, on_bytes=lambda *pair: told.append(pair)) as decoder:
-        assert decoder.plan.num_resident == 4
-    ends = [index for index, (done, total) in enumerate(told) if done >= total]
-    assert len(ends) == 2 and ends[1] == len(told) - 1
-    for part in (told[: ends[0] + 1], told[ends[0] + 1 :]):
-        assert len({total for _, total in part}) == 1 and part == sorted(part) and part[-1][0] == part[-1][1]
-    assert sum(told[end][1] for end in ends) == pytest.approx(2 * open_checkpoint(looper).num_bytes, rel=0.2)
 
 
 def test_a_long_prompt_takes_as_many_sweeps_as_its_bar_expects(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +91,6 @@ def test_json_fields_agree_with_each_other(tree: str, looper: Path) -> None:
     assert stats["link_bytes_per_s"] == pytest.approx(stats["bytes_streamed"] / decode_s)
     assert stats["peak_rss_bytes"] > 0 and stats["peak_device_bytes"] == 0
     assert plan["budgets"]["planned_bytes"] <= plan["budgets"]["ram_bytes"] == streaming_ram(looper)
-
-
-@pytest.mark.parametrize(("tree", "shape"), [("none", (1, 0)), ("chain:7", (8, 7)), ("sequences:2x4", (9, 4))])
-def test_json_names_the_tree(tree: str, shape: tuple[int, int], looper: Path) -> None:
-    num_nodes, depth = shape
-    stats = generate_json(looper, "-n", 4 * (depth + 1), tree=tree)["stats"]
-    assert (stats["tree"]["num_nodes"], stats["tree"]["depth"]) == (num_nodes, depth)
-    assert stats["tokens_per_sweep"] == depth + 1, "a draft that is always right fills every path"
 
 
 def test_bytes_streamed_are_those_of_the_plan(looper: Path) -> None:
@@ -269,30 +238,6 @@ def test_a_command_with_few_options_shows_them_all(name: str) -> None:
     told = shell(*name.split(), "--help").out
     assert explained(told) >= {*options(name)} and "--help-all" not in told
     assert shell(*name.split(), "--help-all").code == 2
-
-
-@pytest.mark.parametrize("name", [*LONG, *SHORT, "list", "unpack", "launch", "datastore append"])
-def test_lines_are_those_of_a_narrow_terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples can be copied, none ends within a flag, and arguments are names."""
-    for width in (60, 80, 100):
-        monkeypatch.setenv("COLUMNS", str(width))
-        told, _, end = shell(*name.split(), "--help").out.partition("Examples:")
-        broken = [line for line in told.splitlines() if re.search(r"(^|[ /,])--?[\w-]*-$", line)]
-        assert not broken and "\N{NON-BREAKING HYPHEN}" not in told
-        assert not re.search(r"[{}]|<(str|list|path)|\.{4}", told, re.IGNORECASE)
-        examples = [line for line in end.splitlines() if line.strip()]
-        assert examples, "there are some"
-        if width == 80:
-            assert all(re.match("  (offload|cat|head) ", line) for line in examples), "one is broken into lines"
-
-
-def test_bench_lists_what_users_run_apart_from_studies() -> None:
-    told = shell("bench", "--help").out
-    first, studies = told.split("Studies, by which this program is developed:")
-    for names, part in ((MEASURES, first), (STUDIES, studies)):
-        assert re.findall(r"^  ([a-z][\w-]+) ", part.partition("Commands:")[2] or part, re.MULTILINE) == [*names]
-    assert {"decode", "many", "peers", "compare"} <= {*MEASURES} and {"moe-pair", "kernels"} <= {*STUDIES}
-    assert COMMANDS.keys() == MEASURES.keys() | STUDIES.keys()
 
 
 def test_help_of_the_program_imports_no_command() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,12 +19,8 @@ from offload.checkpoint import identity
 from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.checkpoint.open import open_checkpoint
 from offload.cli.batch_file import ResultsFile, open_results, read_tasks
-from offload.cli.loading import Loading
-from offload.cli.progress import BatchProgress
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
-from offload.errors import UserError
-from offload.planning.load_options import LoadOptions
 from offload.sampling.grammar import Grammar
 from offload.sampling_options import Sampling
 
@@ -216,22 +211,6 @@ def test_results_of_another_model_of_that_name_are_refused(
     assert generate(first, "-f", prompts(line, {**line, "max_tokens": 2}), "--out", out).code == 0
 
 
-def test_what_is_loaded_is_compared_though_another_was_looked_at(
-    looper: Path, prompts: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the hub has a later commit than the cache."""
-    first, second = (Path(shutil.copytree(looper, tmp_path / name / "final")) for name in ("a", "b"))
-    out, line = tmp_path / "out", {"prompt": PROMPT, "max_tokens": 1}
-    assert generate(first, "-f", prompts(line), "--out", out).code == 0
-    with (second / "tokenizer.json").open("a") as edited:
-        edited.write(" ")
-    looked_at = Loading.identities
-    of_first = Loading(LoadOptions(first))
-    monkeypatch.setattr(Loading, "identities", lambda _: looked_at(of_first))
-    outcome = generate(second, "-f", prompts(line, {**line, "max_tokens": 2}), "--out", out)
-    assert outcome.code == 2 and "line 1 is not of this model (tokenizer differs)" in outcome.err
-
-
 def test_one_process_writes_to_a_file(ender: Path, prompts: Write, tmp_path: Path, _no_weights: None) -> None:
     file, out = prompts({"prompt": PROMPT}), tmp_path / "out"
     with out.open("ab") as held:
@@ -322,16 +301,6 @@ def test_samples_are_texts_of_the_seeds_that_follow(ender: Path) -> None:
 # The line meanwhile
 
 
-def test_the_line_tells_of_all_texts() -> None:
-    progress = BatchProgress(4, 10)
-    assert progress.now() == ("writing", 0, 4, " texts", "0 under way")
-    progress.advance([])
-    progress.finish(30)
-    progress.started_s -= 10
-    *bar, note = progress.now()
-    assert bar == ["writing", 1, 4, " texts"] and note.startswith("0 under way, 3.00 tokens/s, ")
-
-
 @contextmanager
 def counted_runs() -> Iterator[list[Request]]:
     """The requests that a decoder has begun."""
@@ -343,12 +312,3 @@ def counted_runs() -> Iterator[list[Request]]:
 
     with patch.object(Decoder, "start", counted):
         yield begun
-
-
-def test_a_result_of_a_prompt_that_has_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks: Any = [SimpleNamespace(index=index, sample=0, digest="d") for index in range(2)]
-    results = ResultsFile("res", lambda _: None)
-    monkeypatch.setattr("offload.checkpoint.identity.ModelIdentity.parse", lambda _: SimpleNamespace())
-    line = b'{"index": 4, "sample": 0, "request": "d", "model": null}'
-    with pytest.raises(UserError, match="line 1 has the result of index 4, sample 0; there are 2 prompts"):
-        results.find([line], tasks)

@@ -8,8 +8,6 @@ from reciting import only_object
 from refusals import assert_refused
 from shell import process, shell
 
-from offload.cli.flags import as_flags
-
 pytestmark = pytest.mark.usefixtures("_instant_link")
 MIB = 2**20
 
@@ -89,12 +87,6 @@ def test_an_error_names_where_the_flag_was_set(sound: Path, config: Path, monkey
         assert "set by" not in refused.err
 
 
-def test_the_demo_brings_its_own(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OFFLOAD_MAX_TOKENS", "0")
-    config.write_text('tree = "oak"\nram = "1GiB"\n[demo]\nmax-tokens = 1\n')
-    assert_refused(shell("demo"), "two speeds need -n of 2 or more", "got 1")
-
-
 def test_a_variable_that_is_nearly_a_flags_is_told(sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RAMM", "1GB")
     monkeypatch.setenv("OFFLOAD_OF_ANOTHER_PROGRAM", "1")
@@ -114,15 +106,3 @@ def test_completion_knows_commands_and_flags(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
         assert wanted in process().out.split()
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("`tree` must be text", "--tree must be text"),
-        ('try `tree="64x16"`', "try --tree 64x16"),
-        ('try `gpu_memory="24GiB"`, or `nothing="1"`', 'try --gpu-mem 24GiB, or `nothing="1"`'),
-    ],
-)
-def test_arguments_of_the_library_are_told_as_flags(line: str, told: str) -> None:
-    assert as_flags(line) == told

@@ -14,7 +14,6 @@ from refusals import assert_refused
 from shell import shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
-from offload.checkpoint.open import open_checkpoint
 from offload.cli.verify_command import verify
 from offload.errors import UserError
 from offload.options import CHAT_PAIR, OutputOptions, VerifyOptions
@@ -59,42 +58,6 @@ def test_what_has_nothing_to_gain_is_refused_by_name(bf16: Path, tmp_path: Path)
         assert_refused(shell("pack", "-m", one, "--out", tmp_path / "x"), *words)
 
 
-@pytest.mark.usefixtures("_instant_link")
-@pytest.mark.parametrize("stems", [True, False], ids=["stems from bfloat16", "does not"])
-def test_plan_foretells_what_packing_makes_of_float16(stems: bool, tmp_path: Path) -> None:
-    """A model that streams; what is foretold is what packing makes of it, or refuses."""
-    model = build(FAMILIES["llama"]())
-    folder = save((model.bfloat16() if stems else model).half(), tmp_path / "model")
-    asked = ("plan", "-m", folder, "--ram", "1GiB", "--json")
-    foretold = json.loads(shell(*asked).out)["packing"]
-    outcome = shell("pack", "-m", folder, "--out", tmp_path / "packed")
-    assert foretold["is_sampled"]
-    if stems:
-        packed_bytes = open_checkpoint(tmp_path / "packed").num_bytes
-        assert foretold["packed_bytes"] == pytest.approx(packed_bytes, rel=0.05) and foretold["share"] < 0.8
-    else:
-        assert foretold["share"] == 1 and foretold["sweep_s"] is None
-        assert_refused(outcome, "float16 that stems from it", "F16, of which a sample would keep 100%: run it as it is")
-
-
-def test_plan_of_a_config_says_what_is_usual(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000, "dtype": "bfloat16",
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    asked = ("plan", "-m", tmp_path / "config.json", "--ram", "32GiB", "--disk-speed", "3GB")
-    assert "packing   offload pack leaves 75% of the model, without loss (as usual)" in shell(*asked).out
-    found = json.loads(shell(*asked, "--json").out)
-    assert found["packing"]["share"] == pytest.approx(0.751, rel=1e-3) and not found["packing"]["is_sampled"]
-    assert found["packing"]["sweep_s"] < 0.76 * found["sweep_s"], "more layers stay as well"
-    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
-    assert json.loads(shell(*asked, "--json").out)["packing"]["share"] is None
-    assert "packing   unknown: float16 loses a quarter where it stems from bfloat16" in shell(*asked).out
-    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    assert json.loads(shell(*asked, "--json").out)["packing"] is None and "packing" not in shell(*asked).out
-
-
 def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(sound, tmp_path / "model"))
     before = sorted(model.iterdir())
@@ -122,21 +85,6 @@ def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
     told = json.loads(shell("verify", model, "--json").out)
     assert told["is_sound"] is True and told["num_as_before"] == len(paths) == told["num_files"]
     assert told["bytes_per_s"] > 0 and told["manifest"] == str(model / "offload_sums.json")
-
-
-def test_much_damage_is_told_briefly(sound: Path, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(sound, tmp_path / "model"))
-    shell("verify", model, "--write")
-    rng, places = random.Random(2), set[tuple[str, str]]()
-    paths = sorted(model.glob("*.safetensors"))
-    while len(places) < 15:
-        path, name, at, bit = random_place(rng, paths)
-        if (path.name, name) not in places:
-            places.add((path.name, name))
-            flip(path, at, bit)
-    outcome = shell("verify", model)
-    assert outcome.code == 1 and len(outcome.out.splitlines()) == 12 and "and 5 more, in " in outcome.out
-    assert len(json.loads(shell("verify", model, "--json").out)["damage"]) == 15
 
 
 def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:

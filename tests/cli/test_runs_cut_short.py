@@ -115,17 +115,6 @@ def test_closed_pipe_is_not_an_error(looper: Path) -> None:
     assert b"Traceback" not in err and b"Exception" not in err
 
 
-@pytest.mark.full
-def test_pipe_closed_from_the_start_is_not_an_error(looper: Path) -> None:
-    """What is printed in one go breaks when it is flushed, which may be as late as the interpreter's end."""
-    for command in (("plan", "-m", looper, "--ram", "1GiB", "--json"), ("plan", "-m", looper), ("--help",)):
-        with start(*command) as running:
-            assert running.stdout is not None and running.stderr is not None
-            running.stdout.close()
-            assert running.stderr.read() == b""
-        assert running.returncode == 0
-
-
 def assert_ended_by_disk(outcome: Outcome, *words: str) -> None:
     assert outcome.code == 1 and "Traceback" not in outcome.err
     last = outcome.err.splitlines()[-1]
@@ -277,12 +266,6 @@ def test_closed_streams_are_done_without(redirection: str, ender: Path) -> None:
     assert outcome == Outcome(0, SAID.encode("ascii", "replace").decode() + "\n", "")
 
 
-def test_a_closed_output_is_a_failure(ender: Path) -> None:
-    outcome = redirected("<&- >&-", "generate", *settings(ender), "-p", PROMPT)
-    assert outcome.code == 1 and outcome.err.endswith("offload: cannot write to standard output (it is closed)\n")
-    assert "Traceback" not in outcome.err
-
-
 def test_closed_input_is_an_empty_prompt(ender: Path) -> None:
     outcome = redirected("<&-", "generate", "-m", ender)
     assert outcome.code == 2 and "the prompt is empty, standard input holds nothing" in outcome.err
@@ -314,24 +297,6 @@ def test_interrupt_during_an_import(name: str, ender: Path) -> None:
     assert outcome.code == 130 and outcome.err in ("", "offload: interrupted\n")
 
 
-INTERRUPTS_DESTRUCTOR = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from offload import __main__
-from offload.cli import generate_command
-class Dying:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-generate_command.read_prompt = lambda *_, **__: (Dying(), "Say:")[1]
-__main__.main()
-"""
-
-
-def test_interrupt_in_a_destructor_is_not_swallowed(ender: Path) -> None:
-    outcome = process("generate", *settings(ender), "--quiet", python=("-c", INTERRUPTS_DESTRUCTOR))
-    assert outcome.code == 130 and outcome.err == "offload: interrupted\n"
-
-
 @pytest.fixture
 def warned_of(ender: Path, tmp_path: Path) -> Path:
     """A model of which transformers says that it does not know all of its config."""
@@ -347,22 +312,6 @@ def test_warnings_of_libraries_are_lines(warned_of: Path) -> None:
     outcome = process("generate", *settings(warned_of), "-p", PROMPT, is_cold=True)
     told = [line for line in outcome.err.splitlines() if "colour" in line]
     assert outcome.code == 0 and len(told) == 1 and told[0].startswith("transformers: ")
-
-
-def test_ranks_meet_without_the_compiler() -> None:
-    """It is found by torch.distributed, and takes seconds and 150 MiB where it is imported."""
-    code = """
-import sys
-from offload.cli.console import Console
-from offload.cli.libraries import libraries
-from offload.options import OutputOptions
-with libraries(Console(OutputOptions(quiet=True))):
-    import torch.distributed as dist
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.destroy_process_group()
-print("torch._dynamo.eval_frame" in sys.modules)
-"""
-    assert process(python=("-c", code), is_cold=True).out == "False\n"
 
 
 LISTS_UNUSED = """
@@ -387,11 +336,3 @@ def test_a_quiet_process_prints_text_and_imports_no_more_than_it_needs(
         "generate", *settings(warned_of), "-p", PROMPT, "--quiet", python=("-c", LISTS_UNUSED), is_cold=True
     )
     assert outcome == Outcome(0, SAID + "\n", "\n"), "an empty list"
-
-
-def test_interrupt_that_was_ignored_stays_ignored() -> None:
-    """As in the background of a shell."""
-    told = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from offload.__main__ import main; "
-    told += "sys.argv = ['offload', '--help']\ntry: main()\nfinally: print(signal.getsignal(2), file=sys.stderr)"
-    outcome = process(python=("-c", told))
-    assert outcome.code == 0 and str(signal.SIG_IGN) in outcome.err

@@ -12,7 +12,7 @@ from shell import shell
 from offload.bench.harness.models import resident_pair
 from offload.checkpoint.packaged import PAIR
 from offload.cli.demo_run import compare
-from offload.cli.sampling import GivenSampling, sampling_words
+from offload.cli.sampling import GivenSampling
 from offload.distributed.pipeline_decoder import check_stages
 from offload.engine import load
 from offload.engine.request import Request
@@ -66,21 +66,6 @@ def test_a_chat_is_penalised_too(talker: Path) -> None:
     outcome = shell("chat", "-m", talker, *flags, stdin=script)
     assert outcome.code == 0
     assert "greedy, repeat penalty 1.5, presence penalty 0.25, seed 0" in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (Sampling(), "greedy"),
-        (Sampling(min_p=0.2, top_p=0.5, repeat_penalty=1.25), "greedy, repeat penalty 1.25"),
-        (Sampling(temperature=0.6, top_p=0.9, top_k=5, min_p=0.1), "temperature 0.6, top-p 0.9, top-k 5, min-p 0.1"),
-        (Sampling(temperature=1, frequency_penalty=-0.5, logit_bias={5: 1, 6: 2}),
-         "temperature 1, frequency penalty -0.5, biases 2"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_off_is_not_told(how: Sampling, words: str) -> None:
-    assert sampling_words(how) == words
 
 
 def test_greedy_wins_and_says_so() -> None:

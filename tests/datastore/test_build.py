@@ -6,12 +6,10 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import byte_coder
-import numpy as np
 import pytest
 from brute_force import rows_of
 from byte_coder import CODER, TEXTS, VOCABULARY, append, build, failing, of_small_chunks
@@ -35,19 +33,6 @@ def assert_same(index: SuffixIndex, texts: list[str]) -> None:
         assert rows_of(index.continuations(found)) == rows_of(wanted.continuations(expected))
 
 
-def test_ctrl_c_as_the_folder_is_made_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = Path.mkdir
-
-    def interrupted(folder: Path, *how: int, **more: bool) -> None:
-        make(folder, *how, **more)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Path, "mkdir", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "store", TEXTS)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("room", "num_chunks"), [(1 << 20, 1), (60, 2), (26, 4)])
 def test_a_store_finds_what_its_documents_hold(
     room: int, num_chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -60,15 +45,6 @@ def test_a_store_finds_what_its_documents_hold(
     assert_same(open_datastore(tmp_path / "store", VOCABULARY), texts)
     verify(store, byte_coder.ignored)
     assert store.num_bytes == sum(p.stat().st_size for p in (tmp_path / "store").iterdir() if p.name != "store.json")
-
-
-def test_a_document_larger_than_a_chunk_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_small_chunks(monkeypatch, 11)
-    store = build(tmp_path / "store", ["0123456789abcdefghijKLM"])
-    assert [chunk.num_tokens for chunk in store.chunks] == [10, 10, 3]
-    index = open_datastore(tmp_path / "store", VOCABULARY)
-    assert rows_of(index.continuations(index.longest(b"cdef"))) == [tuple(b"ghij")]
-    assert index.longest(b"ij").count == 0, "what follows stands in another chunk"
 
 
 def test_batches_and_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,17 +126,6 @@ def test_a_write_cut_short_leaves_nothing(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_what_fails_once_the_new_store_stands_takes_nothing_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build(tmp_path / "store")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(building, "_sync_folder", failing(building._sync_folder, 2, error=KeyboardInterrupt()))
-        append(tmp_path / "store", TEXTS[:1])
-    verify(read_store(tmp_path / "store"), byte_coder.ignored)
-    assert_same(open_datastore(tmp_path / "store", VOCABULARY), [*TEXTS, TEXTS[0]])
-
-
 def interrupted(texts: list[str]) -> Iterator[str]:
     yield from texts
     signal.raise_signal(signal.SIGINT)
@@ -178,21 +143,6 @@ def test_an_interruption_while_reading_leaves_what_there_was(
     with pytest.raises(KeyboardInterrupt):
         writes(tmp_path / "store", interrupted(TEXTS))
     assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == (writes is append)
-
-
-def test_an_interruption_is_heard_while_a_library_sorts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
-
-    def sort_for_ever(_: np.ndarray) -> np.ndarray:
-        os.kill(os.getpid(), signal.SIGINT)
-        release.wait(60)
-        return np.empty(0, np.int32)
-
-    monkeypatch.setattr(building, "sorted_positions", sort_for_ever)
-    with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "store")
-    assert not release.is_set() and not any(tmp_path.iterdir())
-    release.set()
 
 
 def test_nothing_is_written_over_but_what_a_killed_build_left(tmp_path: Path) -> None:
@@ -234,36 +184,6 @@ def test_two_do_not_write_one_store_and_one_that_is_being_built_is_not_there_yet
 
     writes(tmp_path / "store", while_building(meddle))
     verify(read_store(tmp_path / "store"), byte_coder.ignored)
-
-
-READER = """
-import sys
-from byte_coder import VOCABULARY
-from offload.datastore.store import open_datastore
-index = open_datastore(sys.argv[1], VOCABULARY)
-for _ in sys.stdin:
-    found = index.longest(b"the cat")
-    print(index.num_tokens, found.length, found.count, len(index.continuations(found)), flush=True)
-"""
-
-
-def test_who_has_a_store_open_goes_on_while_it_grows(tmp_path: Path) -> None:
-    build(tmp_path / "store")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'datastore'}"}
-    command, pipe = [sys.executable, "-c", READER, str(tmp_path / "store")], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, bufsize=1) as reader:
-        assert reader.stdin and reader.stdout
-
-        def ask() -> list[int]:
-            reader.stdin.write("\n")
-            return [int(word) for word in reader.stdout.readline().split()]
-
-        before = ask()
-        append(tmp_path / "store", while_building(lambda: [ask(), ask()]))
-        assert ask() == before == [sum(map(len, TEXTS)), 7, 2, 2]
-        reader.stdin.close()
-    found = open_datastore(tmp_path / "store", VOCABULARY).longest(b"the cat")
-    assert (found.length, found.count) == (7, 3)
 
 
 EMPTY, STRANGER = "must hold some text, got none: name other files", {**VOCABULARY, "<0>": 1, "<1>": 0}

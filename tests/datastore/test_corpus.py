@@ -103,40 +103,6 @@ def test_what_no_template_takes_and_endless_lines_are_bad_lines(
         documents(path)
 
 
-FILES = {"z.py": b"last = 1\n", "a.txt": "zuerst äöü".encode(), "c.jsonl": b'{"text": "a line"}\n', "empty.txt": b"",
-         "data.bin": b"PK\x03\x04\x00\x00", ".hidden": b"secret", "b/.git/config": b"secret",
-         "b/inner.c": b"int main;\r\n"}  # fmt: skip
-
-
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "b" / ".git").mkdir(parents=True)
-    for name, content in FILES.items():
-        (tmp_path / name).write_bytes(content)
-    return tmp_path
-
-
-def test_folders_are_walked_in_the_order_of_names(tmp_path: Path) -> None:
-    inside = folder(tmp_path)
-    corpus, done, found = Corpus([inside]), list[int](), list[str]()
-    for document in corpus.documents():
-        found.append(document)
-        done.append(corpus.done_bytes)
-    assert found == ["zuerst äöü", "a line", "last = 1\n", "int main;\r\n"]
-    assert (corpus.num_files, corpus.num_binary, corpus.num_hidden, corpus.bad) == (6, 1, 2, [])
-    assert done == sorted(done) and 0 < done[0] <= done[-1] <= corpus.num_bytes, "progress never goes back"
-    assert corpus.done_bytes == corpus.num_bytes
-    named = documents(inside / "z.py", inside / ".hidden", inside / "b")
-    assert named == ["last = 1\n", "secret", "int main;\r\n"], "what is named is read in the order given"
-
-
-def test_a_long_text_is_cut_at_the_end_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "_PIECE_CHARS", 10)
-    (tmp_path / "a.txt").write_text("0123456789 one\ntwo\n" + "x" * 35)
-    lines(tmp_path / "b.jsonl", {"text": "0123456789 one\ntwo"})
-    wanted = ["0123456789 one\n", "two\nxxxxxxxxxxxxxxxx", "x" * 19]
-    assert documents(tmp_path / "a.txt", tmp_path / "b.jsonl") == [*wanted, "0123456789 one\n", "two"]
-
-
 FINE, CUT = b"fine\n" * 300_000 + b"gr\xfc\xdfe\n", b"fine " + "日".encode()[:2]
 BAD_FILES: list[tuple[Callable[[Path], object], str, bool]] = [
     (lambda path: path.write_bytes(FINE), "must be UTF-8, it is not at byte 1500002", True),
@@ -174,24 +140,3 @@ def test_a_file_that_may_not_be_read_or_is_not_there_is_named(tmp_path: Path, mo
         documents(tmp_path)
     with pytest.raises(UserError, match=r"cannot read .*nowhere \(No such file or directory\): check the path"):
         Corpus([tmp_path, tmp_path / "nowhere"])  # before anything is read
-
-
-def test_a_file_that_may_not_be_looked_at_is_named_when_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a folder that may be listed and not entered."""
-    stat = Path.stat
-
-    def forbid(path: Path, **how: bool) -> os.stat_result:
-        if path.name == "a.txt":
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return stat(path, **how)
-
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(name)
-    monkeypatch.setattr(Path, "stat", forbid)
-    monkeypatch.setattr(corpora, "open_regular", lambda path: path.stat() and path.open("rb"))
-    with pytest.raises(UserError, match=r"cannot read .*a.txt \(Permission denied\): check its permissions$"):
-        documents(tmp_path)
-    corpus = Corpus([tmp_path], skips_bad=True)
-    assert list(corpus.documents()) == ["b.txt"] and len(corpus.bad) == 1

@@ -158,9 +158,3 @@ def test_nodes_are_those_that_counting_gives(num_nodes: int) -> None:
         assert trie.num_continuations == len(rows_MC)
         shuffled = heaviest(rng.permutation(rows_MC), num_nodes)
         assert all(np.array_equal(one, other) for one, other in zip(trie, shuffled, strict=True))
-
-
-def test_an_example() -> None:
-    trie = heaviest(np.array([[7, 8, 9], [7, 8, -1], [7, 5, 5], [3, -1, -1]]), 5)
-    assert paths_of(trie) == [(3, (7,)), (2, (7, 8)), (1, (3,)), (1, (7, 5)), (1, (7, 5, 5))]
-    assert trie.parent_R.tolist() == [-1, 0, -1, 0, 3] and trie.num_continuations == 4

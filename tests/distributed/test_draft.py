@@ -233,28 +233,8 @@ def test_it_runs_ahead_while_nobody_asks_but_not_for_ever() -> None:
         may_run.set()
 
 
-def test_a_text_that_is_over_is_not_waited_for() -> None:
-    """The head asked, and begins another text: it counts on one answer for each question."""
-    with serving(BigramModel()) as (transport, _):
-        reset(transport, [4, 0])
-        for _ in range(20):
-            grow(transport, 3)
-            reset(transport, [4, 1])
-            assert {node.parent for node in answer(transport)} <= {*range(4)}
-            grow(transport, 3)
-            assert answer(transport)[0].parent == 0
-            reset(transport, [4, 0])
-
-
 def test_an_order_that_is_none_of_a_drafts_ends_it() -> None:
     transports = in_memory(2)
     transports[0].send(1, Channel.DRAFT, Commit([0]))
     with pytest.raises(ValueError, match="rank 1 was told to Commit"):
         serve_draft(transports[1], DraftTree(BigramModel(), NUM_TOKENS, 20, 8))  # type: ignore[arg-type]
-
-
-def test_orders_that_cannot_be_end_the_draft_with_a_line() -> None:
-    (transport,) = in_memory(1)
-    transport.send(0, Channel.DRAFT, Reset(0))
-    with pytest.raises(ValueError, match="a text begins with a token"):
-        serve_draft(transport, None)  # type: ignore[arg-type]

@@ -1,17 +1,14 @@
 """The head's orders: what goes where and when, over a simulated pipeline, and what becomes of failures."""
 
 import threading
-from collections import Counter
 from statistics import mean
 
 import pytest
 from in_memory import in_memory
 from simulator import Speeds, World, own_text, simulated, written
 
-from offload.distributed.cut_off import TokenTime
 from offload.distributed.head import Head, RowPrice
 from offload.distributed.orders import (
-    Cancel,
     Commit,
     Drawn,
     Grow,
@@ -23,7 +20,7 @@ from offload.distributed.orders import (
     packed,
 )  # fmt: skip
 from offload.distributed.transport import Channel
-from offload.errors import RankError, UserError
+from offload.errors import RankError
 from offload.memory.sizes import PROMPT_ROWS
 from offload.rank_roles import Roles, parse_pipeline
 from offload.sampling_options import Sampling
@@ -105,34 +102,6 @@ def test_runs_are_on_their_way_while_the_caller_has_the_tokens_and_all_are_told_
     assert world.head._table.alive == []
 
 
-def test_the_head_sleeps_until_something_arrives() -> None:
-    world, waits = simulated(parse_pipeline("async"), 2), Counter[str]()
-    wait_any, poll = world.wait_any, world.poll
-
-    def counted_wait(ways):
-        waits["waits"] += 1
-        return wait_any(ways)
-
-    def counted_poll(*way):
-        waits["messages"] += (message := poll(*way)) is not None
-        return message
-
-    world.wait_any, world.poll = counted_wait, counted_poll
-    written(world, [1, 2], 80)
-    assert 0 < waits["waits"] <= waits["messages"]
-
-
-def test_without_cancellation_everything_is_computed() -> None:
-    kept, stopped = (simulated(parse_pipeline(text), 4, accuracy=0.4) for text in ("async,no-cancel", "async"))
-    for world in (kept, stopped):
-        assert written(world, [1, 2], 80) == own_text([1, 2], 80)
-        world.head.end()
-        world.run_out()
-    assert not sent(kept, Cancel) and {to for to, _, _ in sent(stopped, Cancel)} == {0, 1, 2}
-    num_rows = [sum(len(order.tokens) for _, _, order in sent(world, RunOrder)) for world in (kept, stopped)]
-    assert kept.stages[-1].num_computed == num_rows[0] and stopped.stages[-1].num_computed < 0.7 * num_rows[1]
-
-
 def test_a_guess_that_is_not_worth_its_time_is_not_run() -> None:
     rows = []
     for row_s in (0.0, 2.0, 1000.0):
@@ -164,27 +133,6 @@ def test_asynchronous_speculation_is_the_fastest_and_each_of_its_parts_pays() ->
         assert rate(ablation, 0.5)[0] < rate("async", 0.5)[0]
 
 
-def test_what_listeners_hear_is_whole() -> None:
-    world = simulated(parse_pipeline("async,runs=3"), 6, accuracy=0.5)
-    written(world, [1, 2], 80)
-    times = [event.time_s for event in world.events]
-    assert times == sorted(times) and world.events[0].kind == "begun"
-    on_way, most = set[int](), 0
-    for event in world.events:
-        if event.kind == "issued":
-            on_way.add(event.run)
-        elif event.kind in ("drawn", "dead"):
-            on_way.remove(event.run)
-        most = max(most, len(on_way))
-    assert most == 3 and sum(event.num for event in world.events if event.kind == "emitted") == 78
-    token_time = TokenTime()
-    for num, now_s in ((1, 10.0), (2, 14.0), (1, 26.0)):
-        token_time.emitted(num, now_s)
-    token_time.begin()
-    token_time.emitted(1, 99.0)
-    assert token_time.token_s == pytest.approx(0.9 * 2 + 0.1 * 12), "the first tokens wait for the prompt"
-
-
 @pytest.mark.parametrize(
     ("source", "answer", "what"),
     [
@@ -202,30 +150,6 @@ def test_an_answer_that_cannot_be_ends_the_text_with_its_reason(source: int, ans
     with pytest.raises(RankError, match=what):
         while world.head.advance():
             pass
-
-
-def test_what_cannot_go_on_is_told_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="guesses need a draft"):
-        simulated(parse_pipeline("async"), 0, roles=Roles(2, (0, 1)))
-    monkeypatch.setattr("simulator.target", lambda path: -1)
-    world = simulated(parse_pipeline("plain"), 0)
-    world.head.begin([1], Sampling(), 60)
-    with pytest.raises(UserError, match="not finite"):
-        world.head.advance()
-
-
-def test_ranks_of_threads_wait_for_whatever_is_due_first() -> None:
-    ranks = in_memory(3, lambda source, *_: 0.2 if source == 1 else 0.02, limit_s=5)
-    ways = [(1, Channel.RESULT), (2, Channel.DRAFT)]
-    thread = threading.Timer(0.05, lambda: ranks[2].send(0, Channel.DRAFT, Guessed([])))
-    ranks[1].send(0, Channel.RESULT, Drawn(0, False, []))
-    thread.start()
-    assert ranks[0].wait_any(ways) == (2, Channel.DRAFT) and ranks[0].poll(1, Channel.RESULT) is None
-    assert ranks[0].poll(2, Channel.DRAFT) == Guessed([])
-    assert ranks[0].wait_any(ways) == (1, Channel.RESULT) and ranks[0].poll(1, Channel.RESULT) == Drawn(0, False, [])
-    thread.join()
-    with pytest.raises(RankError, match="silent"):
-        in_memory(1, limit_s=0.01)[0].wait_any([(0, Channel.DATA)])
 
 
 def test_a_head_serves_itself_over_threads() -> None:

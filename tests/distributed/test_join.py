@@ -19,7 +19,7 @@ from offload.checkpoint.identity import PARTS, ModelIdentity
 from offload.checkpoint.open import open_checkpoint
 from offload.cli.launch import free_port
 from offload.distributed import join as meeting
-from offload.distributed.join import Joined, RankHandshake, compare, joined, leave_reason, meet, require_same_weights
+from offload.distributed.join import RankHandshake, compare, joined, leave_reason, meet, require_same_weights
 from offload.engine.hooks import Hooks
 from offload.engine.setup import Setup
 from offload.errors import TOLD, RankError, UserError
@@ -127,16 +127,6 @@ def test_cards_of_strangers_are_checked() -> None:
     for content in (b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, *cards):
         with pytest.raises(UserError, match="rank 1 says of itself what is no handshake"):
             RankHandshake.parse(content, 1)
-
-
-def test_ranks_that_read_one_disk_are_told() -> None:
-    def note(*where: tuple[str, list[str]]) -> str:
-        return Joined(None, [RankHandshake({}, {}, host, disks) for host, disks in where]).note()  # type: ignore[arg-type]
-
-    assert note(("a", ["1"]), ("b", ["1"]), ("a", ["2"])) == ""
-    assert note(("a", ["1"]), ("a", ["1"])) == "ranks 0 and 1 read one disk, its speed is divided"
-    assert note(("a", ["1", "2"]), ("a", ["1", "2"])) == "ranks 0 and 1 read one disk, its speed is divided"
-    assert "ranks 0, 1 and 3 read one disk" in note(("a", ["1"]), ("a", ["1"]), ("b", ["1"]), ("a", ["1"]))
 
 
 def test_a_store_that_closes_is_rank_0_leaving() -> None:

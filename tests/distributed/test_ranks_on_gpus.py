@@ -17,7 +17,6 @@ import offload
 from offload.distributed import join
 from offload.distributed.exchange import Exchange
 from offload.engine import load
-from offload.rank_roles import RankInfo
 from offload.streaming.device import HOST, Device
 
 PROMPT, NUM_NEW = list(range(5, 25)), 10
@@ -59,20 +58,6 @@ def test_ranks_on_gpus_write_what_one_process_writes(
     with StrictDevice(), rank_threads(2, *pair, lambda rank: options_of(ranks, rank)) as decoder:
         assert decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
         assert any("by way of host memory" in note for note in decoder.notes)
-
-
-def test_ranks_on_hosts_are_told_nothing_of_gpus(pair: tuple[Path, Path]) -> None:
-    with rank_threads(2, *pair, lambda rank: options_of(set(), rank)) as decoder:
-        assert not any("host memory" in note for note in decoder.notes)
-
-
-def test_rows_that_stay_on_a_gpu_are_refused(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake that was: the head gave a tensor of its GPU, and others gave one of their hosts."""
-    monkeypatch.setattr(Exchange, "share", lambda self, rows: self.transport.broadcast(rows))
-    on_cards(monkeypatch, {0})
-    refused = pytest.raises(AssertionError)
-    with refused, StrictDevice(), rank_threads(2, *pair, lambda rank: options_of({0}, rank)) as decoder:
-        decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
 
 
 class Recorded:
@@ -118,9 +103,3 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(join, "Transport", lambda *_: None)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
     yield made
-
-
-@pytest.mark.parametrize("num_on_host", [1, 4], ids=["a GPU each", "more ranks than GPUs"])
-def test_every_host_opens_the_same_groups(num_on_host: int, groups: list[str]) -> None:
-    join._open(None, RankInfo(0, 4, 0, 0, num_on_host, "localhost", 1), 1.0, 1.0)  # type: ignore[arg-type]
-    assert set(groups) == {"gloo"} and len(groups) > 2

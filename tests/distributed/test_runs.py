@@ -55,15 +55,6 @@ def test_a_token_that_nobody_guessed_is_the_root_and_has_no_row() -> None:
     assert table.offer(11, 10, MAT, 0.5).parent is table.root, "a draft that hears of it later means the same node"
 
 
-def test_several_draws_are_emitted_at_once_in_any_order_of_arrival() -> None:
-    table, node = picture()
-    first, second = (table.issue([node[name] for name in names]).number for names in (["on"], ["a", "mat"]))
-    table.drawn(second, False, [MAT, HAT])
-    assert table.walk() is None
-    table.drawn(first, False, [A])
-    assert table.walk() == ([A, MAT, HAT], [0, 1, 2], [], [])
-
-
 def test_the_best_come_parents_first_and_leave_a_row_for_the_root() -> None:
     table, node = picture()
     assert table.best(9) == [node["a"], node["mat"], node["rug"], node["hat"]]
@@ -87,19 +78,6 @@ def test_chances_are_those_below_the_root_and_answers_those_that_were_asked_for(
         table.drawn(run, True, [])
     with pytest.raises(AssertionError, match="a child before its parent"):
         table.issue([node["mat"]])
-
-
-def test_numbers_of_dead_nodes_are_forgotten_in_a_long_text() -> None:
-    table = RunTable(2, 8)
-    table.begin(0, 0, 10**6)
-    table.commit_prompt(table.new_run(), 1)
-    table.drawn(0, False, [1])
-    for step in range(500):
-        table.walk()
-        for number in range(20):
-            table.offer(20 * step + number + 1, 0 if step == 0 else 20 * step - 19, number, 0.5)
-        table.drawn(table.issue([table.root]).number, False, [0])
-    assert len(table._nodes) < 4000
 
 
 def some_world(seed: int) -> World:

@@ -1,25 +1,19 @@
 """Who has which rows: all of them once, in whole heads where that can be, and as near to the shares as that allows."""
 
 from dataclasses import replace
-from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 from matrix import matrix
 from tiny import FAMILIES, build, save
-from torch import nn
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.cuts import MatrixRows
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.tensors import Coded
-from offload.distributed.exchange import cut_model
 from offload.distributed.sharding import Sharding, ShardRole, share_layers, split_rows
 from offload.encoding.gguf import GgufBlocks
 from offload.errors import UserError
-from offload.model.meta import build_meta_model
 
 EVEN_3 = (1 / 3, 1 / 3, 1 / 3)
 
@@ -95,33 +89,3 @@ def test_ranks_read_every_byte_of_the_layers_once(
             assert [cut.lo for cut in cuts] == [entry.lo, *(cut.hi for cut in cuts[:-1])]
             assert cuts[-1].hi == entry.hi
             assert sum(cut.shape[0] for cut in cuts) == entry.shape[0]
-
-
-def test_features_even_out_what_whole_heads_leave_uneven(tmp_path: Path) -> None:
-    config = FAMILIES["llama"]()
-    config.intermediate_size, config.hidden_size, config.num_attention_heads = 1024, 256, 16
-    config.num_key_value_heads, config.num_hidden_layers = 4, 1
-    whole = open_checkpoint(save(build(config), tmp_path))
-    sharding = share_layers(whole, (0.4, 0.6))
-    assert sharding.matrices["self_attn.k_proj"].rows_R[0].num == 2 * 16  # of four heads, 1.6
-    sizes = []
-    for rank in range(2):
-        tensors = sharding.checkpoint_of(rank, whole).tensors.items()
-        sizes.append(sum(entry.hi - entry.lo for name, entry in tensors if "layers" in name))
-    assert sizes[0] / sum(sizes) == pytest.approx(0.4, abs=0.012)
-
-
-class Doubled(nn.Linear):
-    """A product, and something else."""
-
-    def forward(self, row: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(row)
-
-
-def test_what_is_more_than_a_product_is_not_cut(checkpoints: dict[str, Checkpoint]) -> None:
-    meta_model = build_meta_model(checkpoints["llama"], torch.float32)
-    layer = meta_model.model.layers[1].self_attn
-    layer.q_proj = Doubled(64, 64, bias=False, device="meta")
-    sharding = share_layers(checkpoints["llama"], (0.5, 0.5))
-    with pytest.raises(UserError, match="q_proj is no plain product: run it on one rank, or as stages"):
-        cut_model(meta_model, sharding, Mock(transport=Mock(rank=1)))

@@ -302,25 +302,6 @@ def test_scores_that_are_no_numbers_are_told_and_hurt_nobody(checkpoint: Checkpo
         assert tokens == [*wanted[:3], NO_TOKEN, wanted[3]]
 
 
-def test_a_stage_notes_its_work_before_it_and_behind_every_layer(checkpoint: Checkpoint) -> None:
-    with serving(checkpoint, (0, 1, 4), lambda *_: 0.0) as (transports, _):
-        transports[0].send(0, Channel.DATA, RunOrder(0, [9], [0], b"\x80", 1))
-        assert isinstance(transports[0].receive(1, Channel.RESULT), Drawn)
-    assert transports[1].noted == [True, *[True] * 3, False]
-    assert transports[0].noted == [True, True, False]
-
-
-def test_rows_that_were_never_computed_are_not_committed(checkpoint: Checkpoint) -> None:
-    with serving(checkpoint, (0, 4), lambda *_: 0.0) as (_, stages):
-        for number, is_dead in enumerate((False, True)):
-            sees = packed([[row == number for row in range(number + 1)]])
-            stages[0].run(RunOrder(number, [9], [number], sees, 1, is_dead=is_dead), lambda: False)
-        with pytest.raises(ValueError, match="rows of a run that was cancelled"):
-            stages[0].commit([0, 1], [])
-        stages[0].commit([0], [1])
-        assert stages[0].num_uncommitted == 1, "a word that came early: it is another commit's to drop it"
-
-
 BAD = {
     "run 7 of 2 rows behind 0 sees 1 bytes": RunOrder(7, [5, 5], [0, 1], b"\x80", 0),
     "a row of run 7 must see itself last": RunOrder(7, [5], [0], b"\x00", 1),

@@ -1,10 +1,7 @@
 """Dynamic trees by definition: the N best of all paths, each scored as if it were the only one, at any pace."""
 
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise, product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,26 +10,21 @@ from bigrams import NUM_TOKENS, BigramModel
 from tiny import VOCAB_SIZE, Pair
 from torch import Tensor
 
-import offload
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.packaged import PAIR
-from offload.drafting import dynamic
 from offload.drafting.base import DraftText
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.build import resident_model
-from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
-from offload.reports.trace_acceptance import dynamic_again, write
 from offload.rules import ChildSampling
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import PACES, DynamicShape, GrowthSchedule, k_ary, most_rows
+from offload.trees.topology import DynamicShape, GrowthSchedule, k_ary, most_rows
 from offload.trees.verification import Acceptance
 
 ROOT_AT = 1  # where the root stands
@@ -112,18 +104,6 @@ def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampl
     assert set(tree.score_of_node) == {0, *tree.row_of_node}
 
 
-def test_a_grown_tree_of_few_passes() -> None:
-    model = BigramModel()
-    tree = grow_bigrams(model, DynamicShape(64, 6), Sampler(WARM, NUM_TOKENS), 1.25)
-    assert tree.num_nodes == 64 and len(model.num_rows) <= 8
-    # The root alone asks nothing.
-    model = BigramModel()
-    text = DraftText(DynamicShape(1, 0), [4, 0], Sampler(GREEDY, NUM_TOKENS), None)
-    (tree,) = ModelDrafter(model, NUM_TOKENS, 8).propose([text])  # type: ignore[arg-type]
-    assert tree.tokens == [0]
-    assert model.num_rows == []
-
-
 def test_passes_end_where_they_are_not_worth_their_time() -> None:
     """The first ones are hidden; behind them one has to bring as much as a step of so many tokens in that time."""
 
@@ -151,28 +131,6 @@ def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
     assert sizes[:2] == [64, 64] and sizes == sorted(sizes, reverse=True) and sizes[2] > sizes[4] > 1 == sizes[5]
     paths = [{path_of(tree, node) for node in range(tree.num_nodes)} for tree in trees]
     assert all(less <= more for more, less in pairwise(paths)), "each has the best of a larger one, with their parents"
-
-
-def test_rows_are_weighed_by_what_they_bring_for_their_time() -> None:
-    seconds = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6, 6: 2.0}
-    worth = DraftPassPolicy(lambda num_rows, _: seconds[num_rows])
-    chances = np.array([0.8, 0.5, 0.1, 0.05, 0.05])
-    rates = {1: 1 / 1.0, 2: 1.8 / 1.2, 3: 2.3 / 1.4, 4: 2.4 / 1.6, 6: 2.5 / 2.0}
-    assert worth.num_rows(chances, (1,)) == max(rates, key=lambda size: rates[size]) == 3
-    assert worth.num_rows(chances[:1], (1,)) == 2 and worth.num_rows(np.array([]), (1,)) == 1
-    assert DraftPassPolicy().num_rows(chances, (1,)) == 6, "where nothing was measured"
-
-
-def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two certain chains: all their nodes tie at f = 1/2, more than there is room for; no child may oust a parent."""
-    logits_VV = torch.zeros(NUM_TOKENS, NUM_TOKENS)
-    for token, follower in ((0, 1), (0, 2), (1, 3), (3, 1), (2, 4), (4, 2)):
-        logits_VV[token, follower] = 1e4
-    model = BigramModel()
-    model.logits_VV = logits_VV
-    tree = grow_bigrams(model, DynamicShape(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5)
-    assert tree.topology.num_children_N.tolist() == [2] + [1] * 37 + [0] * 2
-    assert path_of(tree, 39) == (1, 3) * 10 and path_of(tree, 38) == (2, 4) * 9 + (2,)
 
 
 @pytest.fixture(scope="module")
@@ -244,16 +202,6 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: TreeModel) -> None:
     assert again.tokens == fresh.tokens
 
 
-@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5, 8.0])
-def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
-    generator, sharpness = torch.Generator().manual_seed(1), DraftCalibration()
-    for _ in range(500):
-        score_TV = torch.randn(3, 20, generator=generator)
-        token_T1 = (exponent * score_TV).softmax(1).multinomial(1, generator=generator)
-        sharpness.learn(score_TV, token_T1[:, 0])
-    assert sharpness.exponent == exponent
-
-
 def test_decoding_teaches_each_kind_of_sampling_by_itself(pair: Pair) -> None:
     with load(*pair, ram="1GiB", context=128, tree="grown:24x6", threads=1) as decoder:
         drafter = decoder.drafter
@@ -294,57 +242,3 @@ def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
 
 
 NUM_NODES, DEPTH, NUM_NEW = 64, 32, 128
-SLOW = GrowthSchedule(16, 9, 1.0)  # as it was once
-PROMPTS = ("import os\n\n\ndef walk(top):\n", 'def parse_args(argv):\n    """Read the command line."""\n')
-SAMPLINGS = (Sampling(), Sampling(temperature=0.6, seed=1))
-Text = tuple[list[int], list[int]]  # prompt, and what the target wrote
-
-
-def opened(draft: Path) -> Decoder:
-    tree = f"dynamic:{NUM_NODES}x{DEPTH}"
-    return offload.load(PAIR / "target", draft, "2GiB", tree, dtype="float32", context=512, threads=1, profile="none")
-
-
-@pytest.fixture(scope="module")
-def texts() -> dict[Sampling, list[Text]]:
-    tree = f"dynamic:{NUM_NODES}x{DEPTH}"
-    with opened(PAIR / "draft") as decoder:
-        encoded = [decoder.encode(prompt, raw=True) for prompt in PROMPTS]
-        return {one: [(ids, write(decoder, ids, one, NUM_NEW, tree)) for ids in encoded] for one in SAMPLINGS}
-
-
-class Again:
-    """What growing again along texts has taken, per sweep."""
-
-    def __init__(self, decoder: Decoder, texts: list[Text], sampling: Sampling, pace: GrowthSchedule) -> None:
-        widths, run, bounds = list[int](), Draft.run, DynamicShape(NUM_NODES, DEPTH, pace)
-        assert isinstance(decoder.drafter, ModelDrafter)
-        decoder.drafter._calibration.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Draft, "run", lambda draft, *rows: widths.append(len(rows[0])) or run(draft, *rows))
-            bursts = [one for text in texts for one in dynamic_again(decoder, *text, sampling, bounds)]
-        self.tokens, self.passes = sum(bursts) / len(bursts), 1 + len(widths) / len(bursts)
-        self.rows = 1 + sum(widths) / len(bursts)
-
-
-@contextmanager
-def as_it_was() -> Iterator[None]:
-    """No row more than nodes, which unlikely candidates take as well; an exponent of 3.2 at most."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic, "_LOG_FAR", math.inf)
-        patch.setattr(dynamic, "most_rows", lambda num_nodes: num_nodes)
-        patch.setattr(dynamic, "_GRID", tuple(beta for beta in dynamic._GRID if beta <= 3.2))
-        yield
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
-def test_large_passes_grow_trees_as_good(texts: dict[Sampling, list[Text]], sampling: Sampling) -> None:
-    with opened(PAIR / "draft") as decoder:
-        with as_it_was():
-            slow = Again(decoder, texts[sampling], sampling, SLOW)
-        others = [Again(decoder, texts[sampling], sampling, pace) for pace in PACES]
-    for pace, again in zip(PACES, others, strict=True):
-        assert again.tokens == pytest.approx(slow.tokens, rel=0.06)
-        widths = [1, *pace.widths(NUM_NODES)]
-        assert again.passes == pytest.approx(len(widths), abs=3) and again.rows == pytest.approx(sum(widths), rel=0.2)
-    assert others[0].passes <= 0.75 * slow.passes, "0.6 on more texts that are less easy"

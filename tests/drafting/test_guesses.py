@@ -11,7 +11,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 
 from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import SuffixIndex, heaviest
-from offload.drafting.base import MOST_KINDS, DraftText, PerKindLRU
+from offload.drafting.base import DraftText
 from offload.drafting.lookup import (
     Copying,
     Guess,
@@ -25,7 +25,7 @@ from offload.drafting.lookup import (
     TrieGuesses,
 )
 from offload.drafting.registry import proposer_of
-from offload.drafting.retrieval import Ngrams, Retrieval
+from offload.drafting.retrieval import Retrieval
 from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
 from offload.sampling.sampler import Sampler
@@ -115,24 +115,6 @@ def test_trust_becomes_how_often_a_source_is_right(is_right: float, bound: tuple
     ) == SourceWeights().weight("datastore", 5)
 
 
-def test_trust_follows_what_comes_true_beside_the_draft() -> None:
-    # Right as often as not, but never where the draft is wrong: only where they disagree is something
-    # to learn.
-    trust = SourceWeights()
-    for _ in range(50):
-        trust.learn("lookup", 5, 1.0, 0.9)  # both right
-        trust.learn("lookup", 5, 0.0, 0.9)  # only the draft
-    assert trust.weight("lookup", 5) < 0.2
-    # A chain that came true to its second token: shorter matches on its way gain, the one behind it
-    # loses.
-    trie, trust = heaviest(np.array([[1, 2, 3]]), 8), SourceWeights()
-    before = [trust.weight("lookup", length) for length in (2, 3, 4)]
-    for _ in range(30):
-        Guesses([TrieGuesses("lookup", 2, trie)], trust).learn([1, 2, 0], [None] * 3)
-    after = [trust.weight("lookup", length) for length in (2, 3, 4)]
-    assert after[0] > before[0] and after[1] > before[1] and after[2] < before[2]
-
-
 ANY_LENGTH, USUAL = MatchLength(1, 8), MatchLength(2, 16)
 
 
@@ -205,31 +187,6 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
         assert [tier.length for tier in retrieved([1, 2, 3, 4], length)] == wanted, "no shorter than allowed"
 
 
-def test_bigrams_then_unigrams() -> None:
-    tokens = [token for document in DOCUMENTS for token in document]
-    bigram, unigram = Ngrams(index()).opinions(np.array([0, 3]), 16, 3)
-    assert bigram.shares(bigram.start()) == {4: 1.0}
-    assert bigram.shares(bigram.follow(3, 4)) == {8: 0.5, 5: 0.25, 10: 0.25}
-    assert not bigram.shares(30)
-    shares = unigram.shares(30)
-    assert list(shares)[:2] == [3, 4] and shares == unigram.shares(3)
-    assert all(np.isclose(share, tokens.count(token) / len(tokens), atol=0.08) for token, share in shares.items())
-    guesses = Guesses(Ngrams(index()).opinions(np.array([1]), 16, 3), SourceWeights())
-    chance = guesses.children(guesses.root)[0][2]
-    assert chance == guesses.children(guesses.follow(guesses.root, 2))[0][3], "a count is not worth more further down"
-    assert max(guess.score for guess in guesses.best(16, 2) if guess.depth == 2) >= chance**2
-
-
-def test_few_kinds_of_sampling_are_kept_and_those_that_nobody_asks_for_go_first() -> None:
-    known = PerKindLRU[int, list[int]](list)
-    known[-1].append(7)
-    for kind in range(3 * MOST_KINDS):
-        known[kind].append(kind)
-        assert known[-1] == [7], "what is asked for all the time stays"
-    assert len(known) == MOST_KINDS and known[0] == []
-    assert Sampling(temperature=0.5, seed=1).kind == Sampling(temperature=0.5, seed=2).kind != Sampling().kind
-
-
 REPEATED = [3, 1, 4, 1, 5, 9, 2, 6, 7, 8] * 3
 BRANCHING = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 5, 1, 2]
 
@@ -260,15 +217,6 @@ def test_a_shape_is_filled_as_far_as_guesses_reach(shape: Shape) -> None:
     assert tree.tokens[1] == 3, "twice as often as the other"
 
 
-def test_no_more_than_pays() -> None:
-    """Seconds against rows: free, in proportion, and a step after which they are free again."""
-    shape = DynamicShape(64, 16)
-    prices: list[PassSeconds] = [lambda _: 1.0, float, lambda rows: 1.0 + (rows > 5), lambda rows: 1.0 + 9 * (rows > 5)]
-    assert [grown(shape, REPEATED, pass_s).num_nodes for pass_s in prices] == [17, 1, 5, 5]
-    tree = grown(DynamicShape(8, 4), BRANCHING)
-    assert tree.proposals is None and all(offer.probs_V is None for offer in tree.offers(0)), "points, for every rule"
-
-
 def test_what_was_wrong_is_guessed_less() -> None:
     drafter, sampler, sizes = lookup(lambda rows: 1 + 0.2 * rows), Sampler(Sampling(), 16), []
     state = drafter.new_state()
@@ -280,19 +228,6 @@ def test_what_was_wrong_is_guessed_less() -> None:
     warm = Sampler(Sampling(temperature=1.0), 16)
     (tree,) = drafter.propose([DraftText(DynamicShape(64, 16), REPEATED, warm, state)])
     assert tree.num_nodes == sizes[0], "learned by itself"
-
-
-def test_guesses_of_a_step_before_teach_nothing() -> None:
-    """A step without a tree asks no source: what it emits says nothing of what was asked earlier."""
-    drafter, sampler = lookup(), Sampler(Sampling(), 16)
-    state = drafter.new_state()
-    (before,) = drafter.propose([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
-    for _ in range(40):
-        (root,) = drafter.propose([DraftText(chain(0), REPEATED, sampler, state)])
-        drafter.accepted(root, Acceptance([0], [15]), sampler, state)
-    (after,) = drafter.propose([DraftText(DynamicShape(64, 16), REPEATED, sampler, state)])
-    assert root.num_nodes == 1 and repr(drafter._sources._weights[sampler.sampling.kind]) == "SourceWeights({})"
-    assert after.tokens == before.tokens
 
 
 PROMPT = [7, 11, 9, 5, 7, 11, 3, 7, 11]

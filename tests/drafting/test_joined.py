@@ -12,7 +12,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import heaviest
 from offload.drafting.base import DraftText
-from offload.drafting.join import JoinedDrafter, _without_least, graft
+from offload.drafting.join import JoinedDrafter, graft
 from offload.drafting.lookup import (
     Copying,
     Guess,
@@ -120,17 +120,6 @@ def test_a_commit_keeps_the_accepted_path(model: TreeModel) -> None:
         text = [*PROMPT, *GUESSED[:3], 9]
         again, fresh = (draft_of(model, cache).catch_up(text) for cache in (state.cache, None))
         assert (again - fresh).abs().max() < 1e-4
-
-
-def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
-    shape, cursor = best_first([0.6, 0.3], 32, 6), TrieCursor(0, ())
-
-    def kept(*chances: float) -> int:
-        guesses = [Guess(index + 1, index, 0, index + 1, chance, (cursor, 1)) for index, chance in enumerate(chances)]
-        return _without_least(shape, guesses).num_nodes
-
-    assert kept() == kept(1e-9) == kept(*[0.9] * 3) == 32
-    assert kept(*[0.9] * 8) == 24 and kept(*[0.9] * 100) == 4
 
 
 FOUND = [

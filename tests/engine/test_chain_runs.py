@@ -12,7 +12,6 @@ from offload.engine.request import Request
 from offload.errors import UserError
 from offload.planning.cost_model import StepTime
 from offload.sampling_options import Sampling
-from offload.trees.spec import MAX_CHAIN
 
 PROMPT, NUM_NEW = [7, 11, 3, 42, 5], 60
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 3}
@@ -39,18 +38,6 @@ def decoder(models: Pair) -> Iterator[Decoder]:
         yield decoder
 
 
-def test_memory_has_room_for_the_longest_chain(models: Pair, decoder: Decoder) -> None:
-    assert decoder.plan.num_nodes == 1 + MAX_CHAIN and decoder.plan.distribution_bytes > 0
-    assert MAX_CHAIN > decoder.tree_choice(Sampling()).shape.depth > 0
-    ram = streaming_ram(*models, context=160, num_nodes=9)
-    with offload.load(*models, ram, "chain:auto", **HOW) as small:
-        assert 9 <= small.plan.num_nodes <= 1 + MAX_CHAIN
-        wanted = small.generate(PROMPT, max_new_tokens=NUM_NEW, tree="none").token_ids
-        assert small.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
-    with offload.load(*models, "1GiB", "chain:auto", **{**HOW, "context": 9}) as short:
-        assert 0 < short.tree_choice(Sampling()).shape.depth <= 8, "a chain must be less deep than the context"
-
-
 @pytest.mark.parametrize("sampling", [{}, WARM], ids=["greedy", "warm"])
 def test_lengths_follow_what_came_true_and_the_text_does_not_change(decoder: Decoder, sampling: dict[str, Any]) -> None:
     """With `match`, where one seed gives one text."""
@@ -62,26 +49,6 @@ def test_lengths_follow_what_came_true_and_the_text_does_not_change(decoder: Dec
     stats = run.result().stats
     assert all(new <= 1 + max(lengths) for new in stats.accepted_per_sweep)
     assert stats.first_guess.mean is not None and 0 < stats.first_guess.mean < 1
-
-
-def test_alpha_is_told_where_the_drafts_distribution_is_known(decoder: Decoder) -> None:
-    by_rule = {
-        (rule, bool(sampling)): decoder.generate(PROMPT, max_new_tokens=NUM_NEW, rule=rule, **sampling)
-        for rule in ("match", "topk", "specinfer", "sequoia")
-        for sampling in ({}, WARM)
-    }
-    for (rule, is_warm), found in by_rule.items():
-        told = found.as_dict()["stats"]
-        assert isinstance(told, dict) and told["first_guess"]["num_positions"] > 5
-        assert (told["alpha"] is None) == (rule == "match" and is_warm), "coupled draws keep no q"
-        if not is_warm:
-            assert told["alpha"]["mean"] * told["alpha"]["num_positions"] == pytest.approx(
-                found.stats.first_guess.total
-            )
-            assert found.stats.first_guess.total % 1 == 0
-    one, other = by_rule["specinfer", True].stats.first_guess, by_rule["sequoia", True].stats.first_guess
-    assert one.mean is not None and other.mean is not None and abs(one.mean - other.mean) < 0.2
-    assert 0 < one.total % 1 < 1, "an overlap is no count"
 
 
 def test_only_what_was_guessed_within_the_text_is_counted(models: Pair, decoder: Decoder) -> None:

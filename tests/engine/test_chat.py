@@ -1,7 +1,5 @@
 """Conversations: a turn writes what a fresh decoder writes on the whole of it; and several threads take turns."""
 
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,20 +12,17 @@ from matrix import matrix
 from plans import plan_memory
 from reciting import PIECES, PROMPT, SAID, TEMPLATE, at_call, open_decoder, streaming_ram
 from refusals import assert_refused
-from screen import Typist
 from shell import Outcome, shell
 from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
 
 import offload
 from offload.checkpoint.open import open_checkpoint
-from offload.engine.cache_pool import num_shared
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.engine.text_stream import TextStream
 from offload.errors import UserError
 from offload.model.target import Target
 from offload.sampling_options import Sampling
-from offload.streaming.layers import LayerStream
 from offload.trees.spec import parse_tree
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
@@ -160,30 +155,12 @@ def test_a_conversation_that_fills_the_context_is_refused(talker: Path) -> None:
         assert answer and SAID.startswith(answer.rstrip("\ufffd"))
 
 
-def test_num_shared() -> None:
-    assert [num_shared([1, 2, 3], other) for other in ([], [1], [1, 2, 4], [2], [1, 2, 3, 4])] == [0, 1, 2, 0, 3]
-
-
 # At the command line
 
 
 def chat(model: Path, stdin: str, *arguments: object) -> Outcome:
     flags = ("-d", model, "--tree", "chain:1", "--ram", streaming_ram(model), "--context", 256, "--threads", 1)
     return shell("chat", "-m", model, *flags, *arguments, stdin=stdin.encode())
-
-
-def test_every_line_is_a_question(letters: Path) -> None:
-    outcome = chat(letters, "Say\n\n  \nSay it\n/clear\nAnd again")
-    assert outcome.code == 0 and outcome.out == 3 * "Ok.\n"
-    turns = [line for line in outcome.err.splitlines() if line.startswith("(4 tokens, the first after")]
-    first, after, third = (len(f"<user:{question}<assistant:") for question in ("Say", "Say it", "And again"))
-    second = first + len("Ok.>") + after
-    read = [turn.split("; ")[1] for turn in turns]
-    told = "{} of the prompt's {} tokens read)"
-    assert read[0] == told.format(first, first)
-    assert read[1] in (told.format(new, second) for new in (after, after + 1)), "and what was said is not"
-    assert read[2] == told.format(third - len("<user:"), third), "that much is the same in all of them"
-    assert "/bye or Ctrl-D leaves" in outcome.err
 
 
 @pytest.mark.usefixtures("_no_weights")
@@ -221,33 +198,6 @@ def test_messages_are_checked(prompt: list[Any], words: str, talker: Path) -> No
     with pytest.raises(UserError) as error:
         offload.load(talker, ram="1GiB", context=64, threads=1, request=Request(prompt))
     assert words in str(error.value)
-
-
-def test_messages_exclude_raw_and_parts_of_text_are_one_text(talker: Path) -> None:
-    with offload.load(talker, ram="1GiB", context=256, threads=1) as decoder:
-        with pytest.raises(UserError, match="messages need the chat template, got raw=True: give text"):
-            decoder.generate([user("a")], raw=True)
-        whole = [user("Say")]
-        assert decoder.generate(whole).text == SAID
-        assert decoder.generate("Say").text == SAID and decoder.generate("Say:", raw=True).text == SAID
-        parts = [{"type": "text", "text": "Sa"}, {"type": "text", "text": "y"}]
-        assert decoder.encode([user(parts)]) == decoder.encode(whole)
-        # as answers of the two protocols of OpenAI have them
-        parts = [{"type": "output_text", "text": "Sa", "annotations": []}, {"type": "refusal", "refusal": "y"}]
-        assert decoder.encode([user(parts)]) == decoder.encode(whole)
-
-
-def test_a_terminal_is_asked_and_answered(talker: Path) -> None:
-    command = [sys.executable, "-m", "offload", "chat", "-m", str(talker), "--ram", "1GiB", "--context", "256"]
-    typist = Typist(command, {"TERM": "dumb", "COLUMNS": "80"})
-    assert "importing" not in typist.sees("leaves\r\n> "), "what cannot be drawn over is not drawn"
-    typist.types("Say\n")
-    assert SAID.replace("\n", "\r\n") in typist.sees("read)\r\n> ")
-    # One that comes between the prompt and the waiting for keys is heard with the next key only.
-    typist.sees("leaves\r\n> ", act=lambda: typist.running.send_signal(signal.SIGINT))
-    typist.types("\x04")
-    assert typist.running.wait(timeout=60) == 0
-    typist.leaves()
 
 
 LENGTH, PATIENCE_S = 40, 60
@@ -293,26 +243,6 @@ def test_one_run_that_two_threads_read_is_written_once(looper: Path) -> None:
         assert "".join(first.result()) == wanted.text == run.result().text
 
 
-def test_threads_that_collide_get_the_right_text_or_a_refusal(looper: Path) -> None:
-    with open_decoder(looper) as decoder:
-        wanted, started = decoder.generate(PROMPT, max_new_tokens=12).text, threading.Barrier(4)
-
-        def write() -> list[str]:
-            started.wait(PATIENCE_S)
-            return [attempt(lambda: "".join(decoder.stream(PROMPT, max_new_tokens=12))) for _ in range(25)]
-
-        with ThreadPoolExecutor(4) as pool:
-            outcomes = [one for future in [pool.submit(write) for _ in range(4)] for one in future.result()]
-    assert set(outcomes) <= {wanted, "refused"} and wanted in outcomes
-
-
-def attempt(act: Callable[[], str]) -> str:
-    try:
-        return act()
-    except offload.UserError:
-        return "refused"
-
-
 @pytest.mark.parametrize(("owner", "method"), [(Target, "score"), (TextStream, "push")], ids=["step", "between steps"])
 def test_close_ends_what_another_thread_writes(owner: type, method: str, looper: Path) -> None:
     decoder = open_decoder(looper)
@@ -325,13 +255,3 @@ def test_close_ends_what_another_thread_writes(owner: type, method: str, looper:
         first.result()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
-
-
-@pytest.mark.parametrize("act", [lambda decoder: decoder.generate(PROMPT), Decoder.close], ids=["generate", "close"])
-def test_what_a_step_calls_cannot_use_the_decoder(act: Callable[[Decoder], object], looper: Path) -> None:
-    with open_decoder(looper) as decoder:
-        wanted = decoder.generate(PROMPT, max_new_tokens=LENGTH).text
-        use = at_call(LayerStream, "release", 7, lambda: act(decoder))
-        with use, pytest.raises(offload.UserError, match="in the middle of a step"):
-            decoder.generate(PROMPT, max_new_tokens=LENGTH)
-        assert decoder.generate(PROMPT, max_new_tokens=LENGTH).text == wanted

@@ -14,12 +14,10 @@ from tiny import save as save_decoder
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 from transformers.cache_utils import DynamicLayer
-from transformers.models.t5.modeling_t5 import T5Attention
 
 import offload
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
-from offload.model.encoder_decoder import SourceCache, buckets
 
 TREES = ("none", "8x3", "32x8", "chain:6", "sequences:4x4", "grown:32x8")
 CONTEXT = 96
@@ -204,14 +202,6 @@ def begun_with(start: int, model: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder_start_token_id": start}))
 
 
-def test_a_draft_is_timed_behind_a_prompt(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources, right = set[int](), SourceCache.read
-    monkeypatch.setattr(SourceCache, "read", lambda cache, source, hidden: (
-        sources.add(len(source)), right(cache, source, hidden)))  # fmt: skip
-    with offload.load(*pair, ram="1GiB", context=CONTEXT, threads=1):
-        assert max(sources) > 8
-
-
 def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) -> None:
     """A head is wider than its tokenizer, whose entries beyond the text are special."""
     target = save(build("v1.1", vocab_size=VOCAB_SIZE + 9), tmp_path, "v1.1")
@@ -228,13 +218,6 @@ def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) 
         got = decoder.generate("Translate: one two three", max_new_tokens=40)
     assert got.finish_reason == "stop" and got.token_ids == ids[: ids.index(end) + 1]
     assert got.text == tokenizer.decode(got.token_ids[:-1], skip_special_tokens=True)
-
-
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (32, 100000)])
-def test_buckets_of_distances_are_transformers(num_buckets: int, max_distance: int) -> None:
-    distance_S = torch.arange(-3000, 40)
-    wanted_S = T5Attention._relative_position_bucket(distance_S, False, num_buckets, max_distance)
-    assert torch.equal(buckets(distance_S, num_buckets, max_distance), wanted_S)
 
 
 def test_penalties_are_of_the_decoders_own_text(pair: Pair, decoder: Decoder) -> None:

@@ -1,36 +1,25 @@
 """Many texts in one pass: each has the tokens that it has alone, whichever joins, leaves or fails; and their memory."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from plans import plan_memory
 from tiny import Pair, advance, streaming_ram
 
 import offload
-from offload.checkpoint.checkpoint import ModelFiles
-from offload.checkpoint.open import open_checkpoint
 from offload.drafting import draft_model, dynamic
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
 from offload.engine.scheduler import write_all
 from offload.engine.sequence import Caches, TokenSequence
-from offload.engine.step import SpeculationStep, share_out
+from offload.engine.step import SpeculationStep
 from offload.engine.text_stream import TextStream
 from offload.errors import UserError
-from offload.memory.planner import least_budget
 from offload.model.tree_model import TreeModel
-from offload.planning.acceptance import SMALL, AcceptancePrior
-from offload.planning.choice import TreeRoom, most_nodes
-from offload.planning.cost_model import Traffic
-from offload.planning.knowledge import Knowledge
 from offload.sampling_options import Sampling
-from offload.trees.spec import parse_tree
 
 GREEDY, WARM = Sampling(), Sampling(temperature=0.8, seed=5)
 PROMPTS = [[7, 3, 90, 14], list(range(20, 60)), [5], [7, 3, 90, 14, 88], list(range(9, 150)), [101, 2]]
@@ -160,20 +149,6 @@ def test_candidates_of_all_texts_compete(pair: Pair, monkeypatch: pytest.MonkeyP
     assert any(max(own) >= 2 * min(own) for own in sizes) and all(sum(own) <= 60 for own in sizes)
 
 
-@pytest.mark.parametrize(
-    ("missing", "num_rows", "wanted"),
-    [
-        ([0, 0], 5, [(0, True), (0, True)]),
-        ([9, 0], 5, [(5, False), (0, True)]),
-        ([3, 4, 0], 5, [(3, True), (2, False), (0, True)]),
-        ([5, 1, 0], 5, [(5, True), (0, True)]),
-    ],
-)
-def test_prompts_share_out_the_rows(missing: list[int], num_rows: int, wanted: list[tuple[int, bool]]) -> None:
-    texts: Any = [SimpleNamespace(num_pending=num) for num in missing]
-    assert [(num, num == text.num_pending) for text, num in share_out(texts, num_rows)] == wanted
-
-
 LONG, SHORT = list(range(20, 60)), [7, 3, 90]
 NUM_DRAWN = 6
 
@@ -190,15 +165,6 @@ def test_all_samples_join_once_the_prompt_is_there(pair: Pair, prompt: list[int]
         found = list(write_all(decoder, of_seeds(prompt, 4), lambda runs: widths.append(len(runs))))
     assert widths[:num_lone] == [1] * num_lone and widths[num_lone] == 4
     assert all(isinstance(one.outcome, Generation) for one in found)
-
-
-def test_samples_of_ids_that_come_in_any_form(pair: Pair) -> None:
-    """Prompts of several texts are compared, and read for each of them."""
-    with opened(pair, tree="none", parallel=2) as decoder:
-        wanted = decoder.generate(LONG, num_samples=2, temperature=0.8, max_new_tokens=3)
-        for given in (torch.tensor(LONG), iter(LONG), tuple(LONG)):
-            found = decoder.generate(given, num_samples=2, temperature=0.8, max_new_tokens=3)  # type: ignore[arg-type]
-            assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
@@ -236,19 +202,6 @@ def test_keys_and_values_of_all_texts_take_what_was_planned(pair: Pair, parallel
         assert sum(states.nbytes for held in buffers for states in held.values()) == decoder.plan.kv_bytes
 
 
-def test_what_a_cancelled_text_had_not_taken_in_yet_is_copied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(pair, parallel=2) as decoder:
-        first = decoder.start(Request(LENGTHY, GREEDY, 20))
-        advance(decoder, [first])
-        with monkeypatch.context() as patch:
-            patch.setattr(decoder._speculation, "_max_prompt_rows", 16)
-            goner = decoder.start(Request(LENGTHY, GREEDY, 20))
-            advance(decoder, [goner])
-            decoder.release(goner)
-        again = decoder.start(Request(LENGTHY, GREEDY, 20), continues=True)
-        assert again.sequence.stats.num_kept_tokens == len(LENGTHY) - 1
-
-
 def test_a_copy_that_was_cut_short_is_kept_by_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(pair, parallel=2) as decoder:
         wanted = decoder.generate(LENGTHY, max_new_tokens=12).token_ids
@@ -284,22 +237,6 @@ def test_what_fails_or_is_interrupted_takes_no_place_along(pair: Pair, monkeypat
                 decoder.release(run)
 
 
-@pytest.mark.parametrize("tree", ["dynamic:12x5", "chain:auto"])
-def test_chains_that_grow_leave_room_for_those_of_others(pair: Pair, tree: str) -> None:
-    """Their lengths change as steps go by: what memory was planned for is shared out before."""
-    with opened(pair, tree, parallel=3) as decoder:
-        run = decoder.start(Request(LENGTHY, GREEDY, 4, tree="chain:auto"))
-        assert 3 * (1 + run.tree_choice.shape.depth) <= decoder.plan.num_nodes
-
-
-@pytest.mark.parametrize(("tree", "usual", "wanted"), [("chain:auto", SMALL, 40), ("auto", None, 32)])
-def test_trees_of_all_texts_have_room_together(tree: str, usual: AcceptancePrior | None, wanted: int) -> None:
-    """Chains have five nodes each, guesses four: what one text has room for is too much for eight."""
-    room = Traffic(1000, 100)
-    trees = TreeRoom(lambda num: room if num <= 40 else None, context=200, parallel=8)
-    assert most_nodes(parse_tree(tree), Knowledge(prior=usual), trees) == wanted
-
-
 def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "PROMPT_ROWS", 20)
     prompts, widths, right = [LENGTHY[start : start + 18] for start in (0, 20, 40)], list[int](), TreeModel.run
@@ -317,20 +254,6 @@ def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: 
     assert 15 < max(widths) <= 20
 
 
-def test_rows_of_a_forest_take_memory_as_they_are_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text may have all rows, but not all texts together."""
-    grown, right = list[dynamic.GrowingTree](), dynamic.GrowingTree.__init__
-    monkeypatch.setattr(dynamic.GrowingTree, "__init__", lambda own, *given: (right(own, *given), grown.append(own))[0])
-    with opened(pair, "dynamic:40x5", parallel=12) as decoder:
-        prompts = [[seed, seed + 1] for seed in range(3, 15)]
-        many = decoder.generate(prompts, max_new_tokens=12)
-        assert [one.token_ids for one in many] == [
-            decoder.generate(ids, max_new_tokens=12).token_ids for ids in prompts
-        ]
-    assert max(own.num_run for own in grown) > 40
-    assert all(len(own._position_U) <= 2 * max(32, own.num_run) for own in grown)
-
-
 def _held(act: Callable[[], object]) -> BaseException | None:
     try:
         act()
@@ -341,33 +264,3 @@ def _held(act: Callable[[], object]) -> BaseException | None:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
-
-
-CONTEXT = 128
-
-
-@pytest.fixture(scope="module")
-def ram_bytes(pair: Pair) -> int:
-    """With which all layers stay beside one node, and some must pass beside 64."""
-    files = ModelFiles(*map(open_checkpoint, pair))
-    plan = partial(plan_memory, files, dtype="auto", context=CONTEXT)
-    least = least_budget(lambda ram: require_whole(plan(ram=ram, num_nodes=1)))
-    many = least_budget(lambda ram: require_whole(plan(ram=ram, num_nodes=64)))
-    assert least < many - 1
-    return many - 1
-
-
-def require_whole(plan: Any) -> None:
-    if plan.is_streamed:
-        raise offload.UserError("layers pass")
-
-
-@pytest.mark.parametrize("num_nodes", [1, 64])
-def test_a_larger_tree_that_is_not_chosen_takes_nothing(
-    num_nodes: int, pair: Pair, ram_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal bits are promised where layers are streamed: where the chosen tree makes them, and nowhere else."""
-    monkeypatch.setattr("offload.engine.run_trees.planned_nodes", lambda *_: num_nodes)
-    with offload.load(*pair, ram_bytes, "auto", context=CONTEXT, threads=1, profile="none") as decoder:
-        assert decoder.plan.num_nodes == num_nodes and decoder.plan.is_streamed == (num_nodes == 64)
-        assert decoder.invariance.holds == decoder.plan.is_streamed, decoder.invariance.reason

@@ -9,22 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_adjusted_runs import adjust_the_target_alone
 from tiny import FAMILIES, Pair, finished, save_pair, save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 import offload
 from offload.drafting.draft_model import Draft
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
-from offload.engine.job import Job
 from offload.engine.request import Request
-from offload.engine.scheduler import Scheduler
 from offload.errors import UserError
 from offload.options import CHAT_PAIR
-from offload.sampling.grammar import Grammar, _source, find_grammar
-from offload.sampling.grammar_mask import _LEAST_BYTES, Grammars
+from offload.sampling.grammar import Grammar, find_grammar
 from offload.sampling_options import Sampling
 
 llguidance = pytest.importorskip("llguidance")
@@ -47,7 +42,6 @@ SCHEMA = object_of(
     age={"type": "integer", "minimum": 0, "maximum": 99},
     tags={"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
 ) | {"x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"}}
-BLANKS = {"whitespace_pattern": "[ ]"}  # ours, where a schema does not speak of them
 TREES = ["none", "16x4", "dynamic:32x6", "chain:4"]
 DRAWN = {"greedy": Sampling(), "warm": Sampling(temperature=1.0, seed=3), "top-p": Sampling(temperature=1.3, top_p=0.7)}
 GRAMMARS = {
@@ -130,50 +124,6 @@ def test_rules_with_ratio_tests_keep_it(decoder: Decoder, rule: str) -> None:
             require_person(written(decoder, GRAMMARS["schema"], how, tree=tree, rule=rule).text)
 
 
-class Keeping(LogitsProcessor):
-    """llguidance as its own examples use it: a matcher follows the text, one token at a time."""
-
-    def __init__(self, source: str, num_prompt: int) -> None:
-        from llguidance.hf import from_tokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-        self._matcher, self._num_seen = llguidance.LLMatcher(from_tokenizer(tokenizer, 4096), source), num_prompt
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for token in input_ids[0, self._num_seen :].tolist():
-            assert self._matcher.consume_token(token)
-        self._num_seen = input_ids.shape[1]
-        bias_V = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: scores.shape[1]]
-        return scores.masked_fill(bias_V == 0, -torch.inf)
-
-
-def by_transformers(decoder: Decoder, grammar: Grammar) -> list[int]:
-    matcher = llguidance.LLMatcher
-    source = {
-        "json_schema": matcher.grammar_from_json_schema,
-        "json_object": lambda _: matcher.grammar_from_json_schema({"type": "object"}, defaults=BLANKS),
-        "regex": matcher.grammar_from_regex,
-        "lark": matcher.grammar_from_lark,
-    }[grammar.kind](grammar.text)
-    ids_1T = torch.tensor([decoder.encode(PROMPT)])
-    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
-    out_1T = model.generate(
-        ids_1T, do_sample=False, max_new_tokens=NUM_NEW, attention_mask=torch.ones_like(ids_1T),
-        logits_processor=LogitsProcessorList([Keeping(source, ids_1T.shape[1])]),
-    )  # fmt: skip
-    return out_1T[0, ids_1T.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_greedy_text_is_that_of_transformers_with_llguidance(decoder: Decoder, name: str) -> None:
-    grammar = GRAMMARS[name]
-    assert grammar is not None
-    wanted = by_transformers(decoder, grammar)
-    assert len(wanted) > 1
-    for tree in TREES:
-        assert written(decoder, grammar, tree=tree).token_ids == wanted, tree
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Random models without a token for their end; a draft that is often right."""
@@ -233,34 +183,6 @@ def test_drawn_texts_have_the_masked_targets_law(tiny_decoder: Decoder, law: dic
     assert chi_square(counts, dict.fromkeys(law, 1 / 9), num_drawn) > 26.1, "a control: they are not equally likely"
 
 
-def test_a_grammar_makes_guesses_better_and_a_draft_without_it_worse(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tree, prompts = "dynamic:32x6", [PROMPT, "def main():\n", "import os\n\n# The person\n"]
-
-    def tokens_per_sweep(grammar: Grammar | None) -> float:
-        results = [written(decoder, grammar, tree=tree, prompt=prompt) for prompt in prompts]
-        return sum(len(one.token_ids) for one in results) / sum(one.stats.num_sweeps for one in results)
-
-    with_it, without = tokens_per_sweep(GRAMMARS["schema"]), tokens_per_sweep(None)
-    adjust_the_target_alone(monkeypatch)
-    of_target_alone = tokens_per_sweep(GRAMMARS["schema"])
-    assert with_it >= without
-    assert with_it > 1.2 * of_target_alone
-
-
-def test_arguments_of_generate_and_stream(decoder: Decoder, request: pytest.FixtureRequest) -> None:
-    assert decoder.generate(PROMPT, regex="[0-9]{3}").text.isdigit()
-    require_person("".join(decoder.stream(PROMPT, json_schema=json.dumps(SCHEMA))))
-    assert decoder.generate(PROMPT, grammar='start: "yes" | "no"').text in ("yes", "no")
-    with pytest.raises(UserError, match="`regex` cannot be compiled"):
-        decoder.stream(PROMPT, regex="(")
-    request.getfixturevalue("_no_weights")
-    with pytest.raises(UserError, match="`regex` cannot be compiled"):
-        asked = Request(PROMPT, grammar=Grammar("regex", "("))
-        offload.load(PAIR / "target", context=256, ram="1GiB", request=asked, profile="none")
-
-
 def test_an_answer_may_be_cut_short_and_a_stop_string_ends_it(decoder: Decoder) -> None:
     assert written(decoder, GRAMMARS["schema"], num_new=5).finish_reason == "length"
     stopped = written(decoder, GRAMMARS["schema"], stop='"age"')
@@ -287,36 +209,6 @@ def test_a_draft_that_knows_no_allowed_token(tiny_decoder: Decoder, monkeypatch:
             assert {*result.text} <= {*"xyz"} and len(result.text) == 9
             if repeats or how.is_greedy:
                 assert result.token_ids == alone.token_ids
-
-
-def test_no_grammar_of_a_text_that_waits_is_compiled_twice(
-    tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their callers' threads have compiled all of them; passes of others would wait for a second time."""
-    monkeypatch.setattr("offload.sampling.grammar_mask.tried_source", _source)
-    monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT_BYTES", 8 * _LEAST_BYTES)
-    scheduler, compiled = Scheduler(tiny_decoder), list[str]()
-    usual = Grammars._compile
-    monkeypatch.setattr(Grammars, "_compile", lambda self, one: compiled.append(one.text) or usual(self, one))
-    wanted = [f"{number:02}" for number in range(40)]
-    jobs = [Job(tiny_decoder.prepare(Request([5], max_new_tokens=4, grammar=Grammar("regex", one)))) for one in wanted]
-    for job in jobs:
-        scheduler.add(job)
-    while scheduler.has_work:
-        scheduler.admit()
-        scheduler.step()
-    assert compiled == [job.result().text for job in jobs] == wanted
-
-
-@pytest.mark.full
-def test_answers_of_a_small_model_are_not_cut_by_blanks(decoder: Decoder) -> None:
-    """At T = 1, where a model that knows nothing better would write blanks until its last token."""
-    schema = {name: value for name, value in SCHEMA.items() if name != "x-guidance"}
-    answers: Any = decoder.generate(
-        PROMPT, num_samples=16, max_new_tokens=100, temperature=1.0, json_schema=schema, rule="match"
-    )
-    assert [one.finish_reason for one in answers] == ["stop"] * 16
-    assert all(json.loads(one.text) and "\n" not in one.text for one in answers)
 
 
 NUM_TOKENS = 256

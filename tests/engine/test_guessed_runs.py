@@ -96,17 +96,6 @@ def test_every_rule_takes_guesses(rule: str, wanted: Any) -> None:
             assert decoder.plan.distribution_bytes == 0 and ids(decoder, rule="sequoia") == wanted[0]
 
 
-@pytest.mark.parametrize("draft", [None, PAIR / "draft"], ids=["alone", "beside a draft"])
-def test_what_was_not_guessed_teaches_nothing(draft: Path | None, wanted: Any) -> None:
-    """A run without a tree in between: later trees are as they would have been."""
-    with load(PAIR / "target", draft, "1GiB", "dynamic:64x16", lookup=True) as decoder:
-        texts = [ids(decoder), ids(decoder, tree="none")]
-        before = [repr(weights) for weights in decoder.drafter._sources._weights.values()]
-        texts += [ids(decoder, tree="none") for _ in range(2)]
-        assert [repr(weights) for weights in decoder.drafter._sources._weights.values()] == before
-    assert texts == [wanted[0]] * 4
-
-
 def test_behind_an_encoder_its_text_is_copied_too(tmp_path: Path) -> None:
     """The prompt of a T5, which repeats itself, and what the decoder writes; alone and beside a draft."""
     prompt, budget = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7], {"ram": "1GiB", "context": 128, "threads": 1}
@@ -125,20 +114,6 @@ def test_without_a_draft_the_text_is_looked_up_by_itself(wanted: Any) -> None:
         assert run.token_ids == wanted[0] and run.tree_choice.shape.num_nodes > 1
     with load(PAIR / "target", ram="1GiB", lookup=False) as decoder:
         assert not decoder.tree_choice(Sampling()).is_dynamic and ids(decoder) == wanted[0]
-
-
-def test_a_conversation_that_goes_on_is_looked_up_whole() -> None:
-    """The second prompt repeats what the first run wrote; its keys and values are kept, and so is the text."""
-    with load(PAIR / "target", ram="1GiB", tree="dynamic:64x16") as decoder:
-        first = decoder.run(PROMPT, Sampling(), max_new_tokens=NUM_NEW, raw=True)
-        finished(first)
-        longer = [*first.sequence.tokens, *first.sequence.tokens[-40:-20]]
-        texts = []
-        for continues in (True, False):
-            result = finished(decoder.run(longer, Sampling(), max_new_tokens=NUM_NEW, continues=continues))
-            texts.append(result.token_ids)
-            assert result.stats.num_kept_tokens > 0 or not continues
-    assert texts[0] == texts[1]
 
 
 def test_a_session_of_a_draft_with_guesses_is_whole(tmp_path: Path, wanted: Any) -> None:

@@ -1,8 +1,6 @@
 """Keys and values in eight bits: another text than the target's own, and one for every tree; bytes as planned."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,19 +10,11 @@ from tiny import FAMILIES, random_ids, save, save_pair
 
 import offload
 from offload.errors import UserError
-from offload.memory.plan import MemoryBudget
-from offload.memory.planner import plan_memory
-from offload.model.headers import describe
 from offload.model.kv_coding import CODINGS, RowCoding
 from offload.options import KV_DTYPES
 from offload.planning.load_options import LoadOptions
 
 CODED = KV_DTYPES[1:]
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-5,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +96,3 @@ def test_what_it_does_not_go_with_is_refused(pair: tuple[Path, Path], tmp_path: 
     latent = save(tiny_model(config_of("deepseek_v3")), tmp_path / "latent")
     with pytest.raises(UserError, match=r"`kv_dtype` needs layers .* of heads alone, got .*deepseek_v3"):
         offload.load(latent, ram="1GiB", kv_dtype="int8")
-
-
-def test_128_k_positions_of_a_70b_are_planned_or_refused_with_figures(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    model: Any = describe(tmp_path, None)
-    sizes = {"dtype": "bfloat16", "context": 131_072}
-
-    def plan(kv_dtype: str, ram: float, gpu: float | None = None) -> Any:
-        gpu_bytes = None if gpu is None else int(gpu * 2**30)
-        budget = MemoryBudget(ram_bytes=int(ram * 2**30), gpu_bytes=gpu_bytes, kv_dtype=kv_dtype, **sizes)
-        return plan_memory(offload.checkpoint.checkpoint.ModelFiles(model), budget, 1)
-
-    with pytest.raises(UserError, match=r"needs .* GiB of .* budget is 32 GiB: raise `ram` to .* or lower `context`"):
-        plan("auto", 32)
-    plain_bytes = plan("auto", 1000).kv_bytes
-    for kv_dtype in CODED:
-        coded_bytes = plan(kv_dtype, 32).kv_bytes
-        assert 2 * coded_bytes / plain_bytes == pytest.approx((128 + 4) / 128, abs=1e-3)
-        with pytest.raises(
-            UserError, match=r"needs .* GiB of device memory .* budget is 24 GiB: raise `gpu_memory` to"
-        ):
-            plan(kv_dtype, 200, 24)

@@ -10,15 +10,13 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
 from tiny import FAMILIES, build, save
 
 import offload
-from offload.engine.request import several_of
-from offload.timer import timed
 
 ROOT = Path(__file__).resolve().parents[2]
 # with one tree: which is chosen goes by the machine
@@ -82,13 +80,6 @@ def walked(calls: set[tuple[str, str]]) -> Iterator[None]:
 
 def climbs(calls: set[tuple[str, str]]) -> set[str]:
     return {called for caller, called in calls if caller and level(caller) > level(called)}
-
-
-def test_a_climb_is_seen() -> None:
-    calls = set[tuple[str, str]]()
-    with walked(calls):
-        timed(partial(several_of, "text"))
-    assert climbs(calls) == {"engine.request"}
 
 
 def test_loading_and_writing_go_down(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ from test_families import WORKING, config_of
 from tiny import FAMILIES, Pair, build, save, save_pair
 
 import offload
-from offload.checkpoint.held import Held
 from offload.checkpoint.open import open_checkpoint
 from offload.errors import UserError
 from offload.packing.pack import pack
 from offload.planning.draft_kinds import files_of
-from offload.planning.quantised_drafts import copy_bits
 
 PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
 FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")
@@ -124,16 +122,6 @@ def test_what_is_held_is_what_was_planned_and_the_model_runs(family: str, bits: 
     model.close()
 
 
-def test_a_copy_has_no_embeddings_of_its_own(pair: Pair) -> None:
-    with offload.load(str(pair[0]), "self:int4", tree=TREE, profile="none", context=CONTEXT) as decoder:
-        own, theirs = decoder.drafter.model.meta_model, decoder.target._model.meta_model
-        for name in ("get_input_embeddings", "get_output_embeddings"):
-            assert getattr(own, name)().weight.data_ptr() == getattr(theirs, name)().weight.data_ptr()
-    shape = model_shape(open_checkpoint(pair[0]))
-    small = model_shape(files_of([open_checkpoint(pair[0])], "self:int4", None).draft)
-    assert small.shares_rest and sum(small.layer_bytes) < 0.5 * sum(shape.layer_bytes)
-
-
 def test_scales_of_the_wrong_group_cost_guesses_and_change_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     right = run(pair[0], "self:int4")
     from offload.model import quantised_draft as held
@@ -167,10 +155,3 @@ def test_experts_are_not_copied(tmp_path: Path) -> None:
     target = save(build(FAMILIES["qwen3-moe"]()), tmp_path / "moe")
     with pytest.raises(UserError, match="fused experts"):
         offload.load(str(target), "self:int4")
-
-
-def test_a_folder_may_be_called_self(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "self").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert copy_bits("self") is None and copy_bits("self:int8") == 8
-    assert Held(4) != Held(4, is_copy=True)

@@ -1,13 +1,9 @@
 """What a program in Python meets: what objects show, what arguments and examples do, and notes in place of warnings."""
 
 import json
-import logging
 import re
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from shell import ROOT, process
@@ -15,7 +11,6 @@ from tiny import FAMILIES, build, save, save_tokenizer
 
 import offload
 from offload.engine.decoder import Decoder
-from offload.engine.load import warned
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +56,6 @@ def test_a_notebook_shows_few_lines_that_say_something(talker: Path) -> None:
     assert repr(decoder).startswith("Decoder(closed)\n")
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [({"sampling": 0.7}, "`sampling` must be a Sampling, got 0.7"), ({"system": 5}, "`system` must be text, got 5")],
-)
-def test_a_chat_names_its_arguments_at_once(given: dict[str, Any], words: str, decoder: Decoder) -> None:
-    with pytest.raises(offload.UserError, match=words):
-        offload.Chat(decoder, **given)
-
-
 LOADS = """
 import sys
 import offload
@@ -101,24 +87,3 @@ def test_warnings_at_load_are_notes_and_stderr_stays_the_programs(odd: Path) -> 
     assert outcome.code == 0 and outcome.err.splitlines() == ["[transformers] of the program itself"]
     notes = [line for line in outcome.out.splitlines() if line.startswith("transformers: ")]
     assert len(notes) == 2 and any("eos_token_id" in one for one in notes) and any("strange" in one for one in notes)
-
-
-def test_others_hear_what_they_would_have_heard(capsys: pytest.CaptureFixture[str]) -> None:
-    logger, heard, notes = logging.getLogger("transformers"), [], list[str]()
-    own, stderr = logging.Handler(), logging.StreamHandler(sys.stderr)
-    own.emit = lambda record: heard.append(record.getMessage())
-    before, logger.handlers[:] = [*logger.handlers], [own, stderr]
-    say = logging.getLogger("transformers.some.part").error
-    try:
-        with warned(notes):
-            say("twice\n said")
-            say("twice  said")
-            other = threading.Thread(target=say, args=("elsewhere",))
-            other.start()
-            other.join()
-        say("afterwards")
-    finally:
-        logger.handlers[:] = before
-    assert notes == ["transformers: twice said"]
-    assert heard == ["twice\n said", "twice  said", "elsewhere", "afterwards"]
-    assert capsys.readouterr().err.splitlines() == ["elsewhere", "afterwards"]

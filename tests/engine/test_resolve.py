@@ -5,13 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import assert_refused
-from shell import shell
 from tiny import FAMILIES, save_pair, streaming_ram
 
 import offload
-from offload.checkpoint.open import open_checkpoint
-from offload.engine.precheck import check_setup
 from offload.engine.request import Request
 from offload.engine.resolve import resolve
 from offload.errors import UserError
@@ -110,39 +106,6 @@ def test_another_machine_stands_in_for_this_one(pair: tuple[str, str]) -> None:
         resolve(LoadOptions(*pair, device="cpu"), assumed=Assumptions(machine))
 
 
-def test_the_host_as_an_open_device_is_no_gpu(pair: tuple[str, str]) -> None:
-    with pytest.raises(UserError, match="`gpu_memory`"):
-        offload.load(*pair, "1GiB", device=HOST, gpu_memory="1GiB", **HOW)
-
-
-def test_free_memory_is_asked_for_once(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was checked before libraries took some of it is what is planned with."""
-    free = iter([8 << 30, 7 << 30])
-    monkeypatch.setattr("offload.planning.load_options.available_ram_bytes", lambda: next(free))
-    options = LoadOptions(*pair, device="cpu", **HOW)
-    for needs_context in (True, False):
-        check_setup(options, needs_text=False, needs_context=needs_context)
-    assert resolve(options).budget.ram_bytes == 6 << 30
-
-
-def test_headers_are_read_once_from_the_first_check_on(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the largest mixtures take a quarter of a minute."""
-    opened = list[str]()
-
-    def counted(model: str) -> Any:
-        opened.append(model)
-        return open_checkpoint(model)
-
-    monkeypatch.setattr("offload.checkpoint.open.open_checkpoint", counted)
-    options = LoadOptions(*pair, device="cpu", **HOW)
-    read = check_setup(options, needs_text=False)
-    setup = resolve(options, read=read)
-    assert opened == list(pair)
-    assert setup.files.target.tensors is read(pair[0], None).tensors
-    read(pair[1] + "/.", None)
-    assert opened == [*pair, pair[1] + "/."], "of another name"
-
-
 @pytest.mark.usefixtures("_no_weights")
 @pytest.mark.parametrize(
     ("request_", "words"),
@@ -180,15 +143,3 @@ def test_arguments_of_another_type_are_named(sound: Path) -> None:
                 decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]
         with pytest.raises(UserError, match="a message must have a role and a content of text"):
             decoder.generate([{"role": "user", "content": [5]}], max_new_tokens=2)
-
-
-@pytest.mark.usefixtures("_no_weights")
-def test_nothing_is_measured_in_vain(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short, command = tmp_path / "short.txt", ("tune", "-m", sound, "-d", sound, "--ram", "1GiB", "--text")
-    short.write_text("x")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert_refused(shell(*command, short), "a text must have 64 tokens")
-    assert_refused(shell(*command, short, "--tree", "oak"), "--tree must be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(short))
-    for where in ((*command, short), ("demo", "--size", "60MB")):
-        assert_refused(shell(*where), "cannot write", "Not a directory", "set XDG_CACHE_HOME")

@@ -165,25 +165,6 @@ def test_a_text_keeps_its_last_token_to_begin_with() -> None:
     assert pool.take_back() == pool.take_back() == pool.tokens == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("limits", "bursts", "wanted", "has_ended"),
-    [
-        (StopCriteria(), [[5, 9], [5]], [5, 9, 5], False),
-        (StopCriteria(3), [[5, 9], [4]], [5, 9, 4], True),
-        (StopCriteria(3), [[5, 9], [4, 6, 6]], [5, 9, 4], True),
-        (StopCriteria(9, frozenset({9})), [[5], [4, 9, 6]], [5, 4, 9], True),
-        (StopCriteria(2, frozenset({9})), [[5], [4, 9, 6]], [5, 4], True),
-        (StopCriteria(0), [], [], True),
-        (StopCriteria(9, frozenset({2})), [], [], False),
-    ],
-)
-def test_limits(limits: StopCriteria, bursts: list[list[int]], wanted: list[int], has_ended: bool) -> None:
-    """What lies behind the end was accepted in vain; an end token in the prompt ends nothing."""
-    sequence = text_of([1, 2], limits)
-    counted = [token for burst in bursts for token in sequence.extend(burst)]
-    assert sequence.new_ids == counted == wanted and sequence.has_ended == has_ended
-
-
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_a_burst_that_did_not_become_text_becomes_it_later(looper: Path, number: int) -> None:
     """Cut short between a step and its text: the tokens are there, so the text must follow."""

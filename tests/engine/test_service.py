@@ -2,10 +2,9 @@
 
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ from reciting import PROMPT, before_steps, failing_reads, open_decoder, recited
 from waiting import PATIENCE_S, until
 
 import offload
-from offload.engine import service
 from offload.engine.decoder import Decoder
-from offload.engine.job import MOST_PIECES, Cancelled, Job
-from offload.engine.request import Request, samples_of
+from offload.engine.job import MOST_PIECES, Cancelled
+from offload.engine.request import Request
 from offload.engine.service import Closing, Engine, QueueFull
 from offload.engine.text_stream import TextStream
 from offload.errors import ReadError, UserError
-from offload.sampling.grammar import Grammar
 from offload.sampling_options import Sampling
 
 FOR_EVER = 200
@@ -153,24 +150,6 @@ def test_requests_wait_in_order_and_too_many_are_refused(looper: Path) -> None:
             assert [job.is_done for job in jobs] == [True] * (number + 1) + [False] * (2 - number)
 
 
-def test_long_grammars_that_wait_are_refused_before_they_fill_memory(
-    looper: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they are compiled to is kept while they wait, so that no pass waits for it."""
-    pytest.importorskip("llguidance")
-    monkeypatch.setattr(service, "_MOST_GRAMMAR_BYTES", 3)
-    kept = replace(request(1), grammar=Grammar("regex", ".{1,99}"))
-    with engine_of(looper) as engine, held_passes() as passes:
-        jobs = [engine.submit(request(1))]
-        until(lambda: engine.figures().num_active == 1)
-        jobs.append(engine.submit(kept))
-        with pytest.raises(QueueFull, match="long grammars wait already"):
-            engine.submit(kept)
-        jobs.append(engine.submit(request(1)))
-        passes.release(9)
-        assert [job.result(PATIENCE_S).finish_reason for job in jobs] == ["length"] * 3
-
-
 def test_a_bad_request_is_refused_at_once_and_takes_no_place(looper: Path) -> None:
     with engine_of(looper) as engine:
         with pytest.raises(UserError, match="exceed the context"):
@@ -242,17 +221,6 @@ def test_a_disk_that_fails_ends_what_is_under_way(looper: Path) -> None:
         assert engine.submit(request(3)).result(PATIENCE_S).finish_reason == "length", "it may have been a moment's"
 
 
-def test_a_request_is_proved_again_by_another_decoder_and_where_it_is_changed(looper: Path) -> None:
-    with open_decoder(looper) as decoder, open_decoder(looper) as other:
-        proved = decoder.prepare(request(3))
-        assert decoder.prepare(proved) is proved and other.prepare(proved) is not proved
-        with pytest.raises(UserError, match="tree"):
-            decoder.start(replace(proved, tree="nonsense"))
-        with pytest.raises(UserError, match="exceed the context"):
-            decoder.start(replace(proved, max_new_tokens=10_000))
-        assert [decoder.prepare(one) is one for one in samples_of(proved, 2)] == [True, True]
-
-
 def test_closing_lets_texts_end_within_the_grace(looper: Path) -> None:
     with open_decoder(looper) as decoder:
         engine = Engine(decoder)
@@ -277,48 +245,6 @@ def test_closing_without_grace_cancels(looper: Path) -> None:
             engine.close()
         assert job.result().finish_reason == "interrupted"
         assert decoder.generate(PROMPT, max_new_tokens=1).finish_reason == "length", "the decoder is free again"
-
-
-def test_memory_is_given_back_once_behind_each_pause(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And meanwhile new requests are heard."""
-    heard = list[int]()
-
-    def give_back() -> None:
-        with ThreadPoolExecutor(1) as other:
-            heard.append(other.submit(engine.figures).result(PATIENCE_S).num_done)
-
-    monkeypatch.setattr(service, "_IDLE_S", 0.05)
-    monkeypatch.setattr(service, "give_back_memory", give_back)
-    with engine_of(looper) as engine:
-        for count in (1, 2):
-            engine.submit(request(2)).result(PATIENCE_S)
-            until(lambda: count in heard)  # noqa: B023
-            time.sleep(0.3)
-            assert heard.count(count) == 1
-
-
-def test_nothing_is_kept_of_requests_that_have_ended_or_failed(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error knows the calls that it came by, and these the job."""
-    with engine_of(looper) as engine:
-        before = num_alive()
-        for _ in range(5):
-            engine.submit(request(2)).result(PATIENCE_S)
-        until(lambda: num_alive() == before)
-        kept = engine.submit(request(2))
-        assert num_alive() == before + 1, "the count can tell"
-        kept.result(PATIENCE_S)
-        del kept
-        monkeypatch.setattr(Decoder, "begin", lambda *_, **__: _fail())
-        for _ in range(5):
-            with suppress(ZeroDivisionError):
-                engine.submit(request(2)).result(PATIENCE_S)
-        assert engine.figures().num_failed == 5
-        until(lambda: num_alive() == before)
-
-
-def num_alive() -> int:
-    gc.collect()
-    return sum(type(one) is Job for one in gc.get_objects())
 
 
 def _fail() -> None:

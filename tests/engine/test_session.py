@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.session import can_use, check_session
+from offload.engine.session import can_use
 from offload.errors import UserError
 from offload.model.kv_cache import VALUES
 from offload.model.parts import BatchPart
@@ -157,23 +156,6 @@ def test_keys_and_values_are_never_said_to_be_of_files_that_came_later(which: st
 ALONE: dict[str, Any] = {"ram": "1GiB", "tree": "none", "context": CONTEXT, "dtype": "float32", "threads": 1}
 
 
-def test_a_session_that_was_wished_for_is_kept_whatever_comes_to_the_files(tmp_path: Path) -> None:
-    """It is of those that were opened, and said to be."""
-    open_pair("llama", tmp_path, "8x3").close()
-    path, config = tmp_path / "text.session", tmp_path / "target" / "config.json"
-    with open_decoder(LoadOptions(tmp_path / "target", **ALONE), Request(is_kept=True)) as decoder:
-        wanted = decoder.generate(PROMPT, max_new_tokens=NUM_FIRST).token_ids
-        before = config.read_bytes()
-        config.write_bytes(before.replace(b"rms_norm_eps", b"rms_norm_epz"))
-        decoder.save_session(path)
-    others = pytest.raises(UserError, match=r"was computed with another model \(config differs\)")
-    with open_decoder(LoadOptions(tmp_path / "target", **ALONE)) as decoder, others:
-        decoder.load_session(path)
-    config.write_bytes(before)
-    with open_decoder(LoadOptions(tmp_path / "target", **ALONE)) as decoder:
-        assert decoder.load_session(path).tokens == [*PROMPT, *wanted]
-
-
 @pytest.mark.parametrize("has_samples", [True, False])
 def test_a_session_of_weights_that_differ_in_one_byte_is_refused(
     has_samples: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,16 +197,6 @@ def test_states_are_taken_of_the_same_weights_in_the_same_type(
     mine: Any = SimpleNamespace(for_part=lambda _: SAME, dtypes={"draft": "float32"})
     notes = {"draft": json.dumps(told.as_dict()) if told else "", "draft_dtype": dtype}
     assert can_use(mine, "draft", notes) == is_taken
-
-
-def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
-    with open_pair("llama", tmp_path, "8x3") as decoder:
-        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
-        decoder.begin(PROMPT, Sampling())
-        decoder.save_session(tmp_path / "text")
-        assert decoder.load_session(tmp_path / "text").tokens == PROMPT
-        result = gone_on(decoder, PROMPT)
-        assert result.token_ids == whole and result.stats.num_kept_tokens == 0
 
 
 # What is refused
@@ -346,12 +318,6 @@ def test_a_decoder_goes_on_behind_a_broken_file(saved: tuple[Decoder, Path], tmp
     decoder.load_session(sound)
 
 
-def test_the_longest_context_cannot_be_raised(saved: tuple[Decoder, Path]) -> None:
-    decoder, path = saved
-    with pytest.raises(UserError, match="the context 42: name another file"):
-        check_session(path, decoder.identities, replace(decoder.plan, context=42, max_context=42))
-
-
 @pytest.mark.usefixtures("_no_weights")
 def test_a_session_that_cannot_be_used_is_refused_before_weights_are_read(saved: tuple[Decoder, Path]) -> None:
     folder, request = saved[1].parent, Request(PROMPT, max_new_tokens=1, session=saved[1])
@@ -362,19 +328,3 @@ def test_a_session_that_cannot_be_used_is_refused_before_weights_are_read(saved:
     ):
         with pytest.raises(UserError, match=words):
             offload.load(folder / "target", ram="1GiB", context=context, dtype=dtype, threads=1, request=asked)
-
-
-def test_a_conversation_wants_a_template_and_stop_strings_text(tmp_path: Path) -> None:
-    with open_pair("llama", tmp_path, "8x3") as decoder:
-        chat = offload.Chat(decoder, system="Be.", max_new_tokens=NUM_NEW)
-        whole = "".join(chat.ask("Who?"))
-        chat.undo()
-        chat.stop = whole[4:6]
-        assert "".join(chat.ask("Who?")) == whole[: whole.index(chat.stop)]
-        chat.system = None
-        assert [message["role"] for message in chat.messages] == ["user", "assistant"]
-        decoder.tokenizer.chat_template = None
-        with pytest.raises(UserError, match="no chat template"):
-            offload.Chat(decoder)
-    with pytest.raises(UserError, match="this decoder was closed"):
-        decoder.save_session(tmp_path / "text")

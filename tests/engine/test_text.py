@@ -2,32 +2,27 @@
 
 import codecs
 import errno
-import json
 import os
 import random
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 from matrix import matrix
 from reciting import NUM_SAID, PROMPT, SAID, TREES, open_decoder
 from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from offload.declaration import whole_number
 from offload.engine.conversation import encode_messages, encode_prompt
 from offload.engine.request import Request, samples_of
 from offload.engine.text_stream import TextStream
 from offload.engine.tokenizer import load_tokenizer
 from offload.errors import UserError
-from offload.sampling.sampler import Sampler
-from offload.sampling_options import MOST_SAMPLES, Sampling
+from offload.sampling_options import MOST_SAMPLES
 
 PIECES = ["the", " the", "he", "END", "EN", "D\n", "日", "日本", "é", b"\xe6\x97", b"\xa5x"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>"
@@ -188,18 +183,6 @@ def test_a_long_text_is_that_of_all_its_tokens_decoded_at_once(
         assert stream.finish() == whole.finish() and stream.text == whole.text
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_push_decodes_the_last_tokens_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, sizes = MAKERS[name](tmp_path), list[int]()
-    stream = TextStream(tokenizer, [1], ["never said"])
-    decode = TextStream._decode
-    monkeypatch.setattr(TextStream, "_decode", lambda self, ids: sizes.append(len(ids)) or decode(self, ids))
-    for burst in bursts_of(drawn_tokens(tokenizer, 4000, random.Random(1)), np.random.default_rng(1)):
-        stream.push(burst)
-    # a quarter are special tokens, each with a place of its own
-    assert max(sizes) < 600 and sum(sizes) < 4000 * 300
-
-
 def test_a_long_prompt_changes_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = ids_of(tokenizer, "日本 é" * 50)
     for cut in range(10):
@@ -253,20 +236,6 @@ def test_a_stop_may_end_before_the_token_does(tokenizer: PreTrainedTokenizerFast
     assert stream.tokens == [*ids_of(tokenizer, "x"), token]
 
 
-def test_numbers_of_other_libraries_are_taken_and_a_truth_is_one() -> None:
-    """Torch takes no `True` where it wants a number."""
-    sampling, wanted = (
-        Sampling(temperature=1.0, top_k=top_k, seed=seed)
-        for top_k, seed in ((np.int64(3), np.int64(2**62)), (3, 2**62))
-    )
-    assert type(sampling.seed) is type(sampling.top_k) is int
-    drawn = [Sampler(one, 10).draw(torch.arange(10.0), 3) for one in (sampling, wanted)]
-    assert drawn[0] == drawn[1] and type(whole_number(True, "it")) is int
-    for odd in (torch.tensor(1), b"END", iter(["END"])):
-        with pytest.raises(UserError, match="`stop` must be text"):
-            Request([1, 2], stop=odd).check()  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("number", [0, MOST_SAMPLES + 1, 2**70])
 def test_samples_without_end_are_refused(number: int) -> None:
     with pytest.raises(UserError, match="`num_samples` must lie in 1 to"):
@@ -309,30 +278,6 @@ def test_templates_of_models_that_also_see(template: str, told: str, tmp_path: P
     assert tokenizer.decode(encode_messages(tokenizer, [{"role": "user", "content": 'say "hi"'}])) == told
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN])
-def test_what_the_machine_lacks_is_no_fault_of_a_template(number: int, tmp_path: Path) -> None:
-    tokenizer, lacking = save_tokenizer(tmp_path, chat_template=TEMPLATE), OSError(number, os.strerror(number))
-    with patch("offload.engine.conversation.render_chat", side_effect=lacking), pytest.raises(OSError) as told:
-        encode_prompt(tokenizer, "hi")
-    assert told.value.errno == number and not isinstance(told.value, UserError)
-
-
-def test_a_processor_keeps_its_template_in_a_file_of_its_own(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "<user>hi<bot>"
-    with patch.object(type(tokenizer), "get_chat_template", side_effect=NotImplementedError):  # as MistralCommonBackend
-        assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "<user>hi<bot>"
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "hi!"
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "chat_template.json").write_text("{")
-    with pytest.raises(UserError, match=r"chat_template\.json is not valid JSON"):
-        load_tokenizer(tmp_path)
-
-
 def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,37 +297,6 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
     monkeypatch.undo()
     (tmp_path / "config.json").unlink()
     assert load_tokenizer(tmp_path) is not None, "a folder that has none is read as before"
-
-
-CLASSES = [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "of none"]
-
-
-KINDS = ["llama", "qwen2", "gemma3", "gpt_neox", "mistral", "phi3", "nougat", "of none", None]
-
-
-@matrix("kind", KINDS, always=["llama", None], daily=1)
-def test_the_class_of_a_tokenizer_is_the_librarys_choice(kind: str | None, tmp_path: Path) -> None:
-    save_tokenizer(tmp_path)
-    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    for named in CLASSES:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | {"tokenizer_class": named}))
-        for own in (None, "GPT2Tokenizer"):
-            config = {"model_type": kind, "tokenizer_class": own} if kind else {"tokenizer_class": own}
-            (tmp_path / "config.json").write_text(json.dumps(config))
-            wanted = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False, local_files_only=True)
-            found = load_tokenizer(tmp_path)
-            assert type(found) is type(wanted), (named, own)
-            assert found.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str(), (named, own)
-
-
-def test_a_kind_of_model_that_its_usual_sizes_do_not_fit(tmp_path: Path) -> None:
-    """A config is checked as a whole where it is made: by its kind alone, this one could not be."""
-    save_tokenizer(tmp_path)
-    text = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_assistant", "text_config": text}))
-    if "gemma4_assistant" not in CONFIG_MAPPING:
-        pytest.skip("this transformers has no gemma4_assistant")
-    assert type(load_tokenizer(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True))
 
 
 def test_end_token_stops(ender: Path) -> None:

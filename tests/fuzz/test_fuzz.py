@@ -39,10 +39,3 @@ def test_planted_faults_are_found() -> None:
     ends = {name: kind for name, kind, _ in json.loads(run.stdout)}
     wanted = {name: re.sub("-.*", "", name.partition("/")[2]) for name in ends}
     assert run.returncode == 1 and ends == wanted and len(ends) == len(PLANTED)
-
-
-@pytest.mark.full
-def test_a_case_depends_on_its_name_alone() -> None:
-    alone = fuzz("--target", "planted/exception", "--index", 3, "--seed", 5).stdout
-    among = fuzz("--target", "planted/exception", "--cases", 4, "--seed", 5, "--json", "--jobs", 1).stdout
-    assert json.loads(among)[3][2] in alone

@@ -23,7 +23,6 @@ from test_device_planner import CONFIGS
 import offload
 from offload.errors import UserError
 
-GIB = 2**30
 KNOWN = ("l40", "rtx4090", "rtx3090", "a100-80gb", "h100", "h200")
 MACHINES: dict[str, tuple[str, ...]] = {  # arguments of `offload plan`
     **{name: ("--hardware", name) for name in KNOWN},

@@ -139,15 +139,6 @@ def test_requests_share_passes(ours: Any, theirs: Any) -> None:
         assert own[0] == pytest.approx(other[0], abs=TOLERANCE) and own[1] == other[1]
 
 
-def test_windows_of_several_texts_share_passes(ours: Any) -> None:
-    texts = [request(LONG[begin : begin + 90]) for begin in range(0, 720, 90)]
-    before = ours.decoder.num_score_passes
-    found = ours.loglikelihood_rolling(texts, disable_tqdm=True)
-    assert ours.decoder.num_score_passes == before + 1
-    alone = [ours.loglikelihood_rolling([text], disable_tqdm=True)[0] for text in texts]
-    assert found == pytest.approx(alone, abs=10 * TOLERANCE)
-
-
 @pytest.mark.parametrize("how", [{"batch_size": 4}, {"num_concurrent": 3}], ids=["batches", "at once"])
 def test_its_client_for_servers_scores_as_hf_does(theirs: Any, tasks: Path, how: dict[str, Any]) -> None:
     """What asks `/v1/completions` for the likelihood of prompts; its windows are shorter than a model's own."""
@@ -171,28 +162,6 @@ def test_its_client_for_servers_scores_as_hf_does(theirs: Any, tasks: Path, how:
     assert num_passes > 0 and ("batch_size" not in how or num_passes < len(answers(found, "small_choice")))
 
 
-@pytest.mark.parametrize(
-    "context", [LONG, "import", "a  ", "<|endoftext|>def f("], ids=["long", "short", "spaces", "bos"]
-)
-def test_texts_are_cut_into_tokens_as_hf_does(ours: Any, theirs: Any, context: str) -> None:
-    assert ours.tok_encode(context) == theirs.tok_encode(context)
-    assert ours._encode_pair(context, " x = 1") == theirs._encode_pair(context, " x = 1")
-    settings = {"until": ["\n"], "max_gen_toks": 12}
-    own, other = (
-        model.generate_until([request(context, dict(settings))], disable_tqdm=True) for model in (ours, theirs)
-    )
-    assert own == other
-
-
-def test_the_token_that_begins_texts_is_added_where_it_is_wanted(ours: Any) -> None:
-    from offload.integrations.lm_eval import OffloadLM
-
-    other = OffloadLM(ours.decoder, add_bos_token=True, prefix_token_id=5)
-    assert ours.prefix_token_id == ours.tokenizer.bos_token_id == 0 and other.prefix_token_id == 5
-    (pair,) = other._rolling("import sys")
-    assert pair[0] == [5] and other.tokenizer.decode(pair[1]) == "import sys"
-
-
 def test_chats_are_put_into_the_template(ours: Any, theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     strict = "{% for m in messages %}" + refusing + "[{{ m.content }}]{% endfor %}"
@@ -201,19 +170,6 @@ def test_chats_are_put_into_the_template(ours: Any, theirs: Any, monkeypatch: py
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat) == "[Hi]"
     assert ours.chat_template(True) == strict and ours.tokenizer_name
-
-
-def test_repetitions_are_drawn_anew_and_settings_reach_the_sampler(ours: Any) -> None:
-    asked: dict[str, Any] = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.5, "top_k": 50}
-    texts = ours.generate_until([request("import", dict(asked)) for _ in range(3)], disable_tqdm=True)
-    alone = [
-        ours.decoder.generate("import", raw=True, max_new_tokens=8, temperature=1.5, top_k=50, seed=seed).text
-        for seed in range(3)
-    ]
-    assert texts == alone and len({*texts}) > 1
-    one, until = ours._request("x", {"until": "END", "repetition_penalty": 1.2, "max_gen_toks": 3}, repetition=0)
-    assert one.sampling.is_greedy and one.sampling.repeat_penalty == 1.2 and one.stops == ("END",)
-    assert until == ["END", "<|endoftext|>"]
 
 
 @pytest.mark.parametrize("settings, refusal", [
@@ -247,16 +203,3 @@ def test_bad_arguments_are_one_line(monkeypatch: pytest.MonkeyPatch, tasks: Path
         assert left.value.code == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith("offload: ") and refusal in line
-
-
-@pytest.mark.usefixtures("_own_tasks_alone")
-def test_its_command_line_knows_the_model(monkeypatch: pytest.MonkeyPatch, tasks: Path, capsys: Any) -> None:
-    from offload.integrations.lm_eval import main
-
-    model_args = f"pretrained={PAIR / 'target'},draft={PAIR / 'draft'},threads=1,dtype=float32"
-    asked = ["--tasks", "small_write", "--include_path", str(tasks), "--limit", "2"]
-    command = ["lm-eval", "run", "--model", "offload", "--model_args", model_args, *asked]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 0 and "small_write" in capsys.readouterr().out

@@ -1,11 +1,9 @@
 """What numba compiles: rounding and gated delta rules against torch's, shares of rows, what is kept on disk."""
 
-import errno
 import os
 import platform
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,41 +62,6 @@ def test_numbers_are_rounded_and_read_as_by_torch(dtype: torch.dtype) -> None:
     is_number_S = ~wanted_S.isnan()
     assert torch.equal(found_S[is_number_S].view(torch.int32), wanted_S[is_number_S].view(torch.int32))
     assert found_S[~is_number_S].isnan().all()
-
-
-def test_what_is_kept_is_not_used_for_another_function_that_it_calls() -> None:
-    names = {dtype: round_all.bound(dtype).__qualname__ for dtype in TYPES}
-    assert len(set(names.values())) == 3
-    assert all(name.startswith("round_all_") for name in names.values())
-    assert names == {dtype: round_all.bound(dtype).__qualname__ for dtype in TYPES}
-
-
-def no_room(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-FULL = {"save": no_room, "load": lambda *_: None}
-
-
-@pytest.mark.parametrize(
-    ("whose", "what"), [("CompileResultCacheImpl", {"_locator_classes": []}), ("IndexDataCacheFile", FULL)]
-)
-def test_it_is_compiled_where_nothing_can_be_kept(
-    whose: str, what: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk once ended what only could not be kept."""
-    from numba.core import caching
-
-    @compiled
-    def double(values):  # type: ignore[no-untyped-def]
-        for index in range(values.size):
-            values[index] *= 2
-
-    for name, one in what.items():
-        monkeypatch.setattr(getattr(caching, whose), name, one)
-    value_S = np.arange(3, dtype=np.float32)
-    double(value_S)
-    assert value_S.tolist() == [0, 2, 4]
 
 
 _REFUSED = """

@@ -63,15 +63,3 @@ def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     again = [row for row in compiled if row["is_repeated"]]
     assert {row["kernel"] for row in again} == names
     assert not any(row["is_new"] for row in again), again
-
-
-@pytest.mark.full
-@needs_triton
-def test_a_run_compiles_nothing_that_its_comparisons_have_not(tmp_path: Path) -> None:
-    """While a prefix grows, at any temperature, and for paths of all lengths; a compiler takes longer than a sweep."""
-    compiled = json.loads(run_python("tests/compile_run.py", "86", tmp_path, environment=bare()).splitlines()[-1])
-    assert compiled["run"] == []
-    counts = [
-        compiled["duels"].count(name) for name in ("_attend", "_gather", "_best_of_chunk", "_fill", "_candidates")
-    ]
-    assert counts == [1, 9, 2, 1, 1]

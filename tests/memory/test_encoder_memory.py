@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,10 @@ from shell import run_python
 from small_t5 import build, save, streaming_ram
 from stored import quantised
 
-from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
-from offload.checkpoint.held import Held
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
-from offload.errors import UserError
-from offload.memory import planner
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import COMPILER_BYTES
-from offload.memory.sizes import RUNTIME_BYTES
 from offload.model.headers import describe
 
 
@@ -55,20 +49,6 @@ def test_layers_that_every_sweep_needs_stay_before_the_encoder(checkpoint: Check
     assert everything.encoder_bytes == sum(shape.encoder_bytes)
     for one in (two, everything):
         assert one.total_bytes <= one.ram_bytes
-
-
-def test_both_stacks_have_keys_and_values(checkpoint: Checkpoint) -> None:
-    """Keys of 4 layers in float32, 5 heads of 8 numbers, are of the decoder's own positions and of the prompt's."""
-    one = plan(checkpoint, 1 << 40)
-    assert (one.source_tokens, one.context) == (64, 64)
-    assert one.kv_bytes == 2 * 4 * 5 * 8 * 4 * (one.cache_slots + 64)
-    assert plan(checkpoint, 1 << 40, None).context == 512, "what T5 was trained with"
-    # Twice the prompt are four times the pairs of positions, each with a bias for every head.
-    fixed, short, long = (plan(checkpoint, 1 << 40, context).activation_bytes for context in (1, 4096, 8192))
-    assert 3.5 < (long - fixed) / (short - fixed) < 4.5
-    assert long - fixed > 8192**2 * 5 * 4
-    with pytest.raises(UserError, match="computed by the CPU, `device` is cuda: give `device` cpu"):
-        plan_memory((checkpoint, None), ram="1GiB", dtype="auto", context=64, num_nodes=1, gpu="1GiB")
 
 
 def test_what_stays_in_float32_is_counted(tmp_path: Path) -> None:
@@ -113,21 +93,3 @@ def test_the_peak_with_an_empty_cache_is_within_the_plan(
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
     peak_bytes, planned_bytes = json.loads(run_python("-c", _RUN, coded, "1GiB").splitlines()[-1])
     assert 0.3 * planned_bytes < peak_bytes <= planned_bytes
-
-
-def test_it_counts_where_weights_are_expanded_by_a_cpu(coded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def runtime_bytes(files: ModelFiles) -> int:
-        return plan_memory(files, ram="4GiB", dtype="auto", context=64, num_nodes=4).runtime_bytes
-
-    with_numba = RUNTIME_BYTES + COMPILER_BYTES
-    for has_numba in (True, False):
-        monkeypatch.setattr(planner, "_HAS_COMPILER", has_numba)
-        # opened anew: what was planned for a checkpoint is remembered with it
-        fp8, plain = open_checkpoint(coded), open_checkpoint(coded.with_name("plain"))
-        int4, int8 = (replace(plain, held=Held(bits, is_copy=True)) for bits in (4, 8))
-        cases = [
-            (ModelFiles(fp8), with_numba), (ModelFiles(plain), RUNTIME_BYTES), (ModelFiles(plain, int4), with_numba),
-            (ModelFiles(plain, int8), RUNTIME_BYTES), (ModelFiles(plain, fp8), with_numba),
-        ]  # fmt: skip
-        for files, wanted in cases:
-            assert runtime_bytes(files) == (wanted if has_numba else RUNTIME_BYTES)

@@ -12,7 +12,7 @@ from offload.checkpoint.sizes import ModelShape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget, on_demand
-from offload.memory.tiers import MIN_EXPERTS, LayerTier, num_passing
+from offload.memory.tiers import MIN_EXPERTS, LayerTier
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES: dict[str, Any] = {"context": 512, "num_nodes": 16}
@@ -89,23 +89,6 @@ def test_the_least_budget_is_named_and_it_works() -> None:
     assert least.fixed_bytes < FIXED and least.max_prompt_rows < plan_of(FIXED + 2 * GIB).max_prompt_rows
     with pytest.raises(UserError, match="raise `ram` to"):
         plan_of(exact_bytes - 1)
-
-
-def test_a_plan_says_what_stays_and_a_small_room_still_reads_ahead() -> None:
-    for slot_bytes, wanted in ((1 << 16, 514), (9 << 20, 6), (20 << 20, 4), (352 << 20, 3)):
-        assert num_passing(10_000, slot_bytes) == wanted
-        assert num_passing(16, slot_bytes) == min(wanted, 4) and num_passing(2, slot_bytes) == MIN_EXPERTS
-    small = plan_of(FIXED + 200 * MIB)
-    assert small.num_expert_slots - small.num_kept_experts >= MIN_EXPERTS
-    # A plan says what stays.
-    got = plan_of(FIXED + sum(DENSE) + 40 * EXPERT)
-    told = got.as_dict()["experts"]
-    assert told == {
-        "num_kept": got.num_kept_experts, "num_experts": NUM, "experts_per_token": 6 * 4, "num_expert_slots": 40,
-        "num_host_expert_slots": 0, "expert_slot_bytes": EXPERT,
-    }  # fmt: skip
-    assert f"{got.num_kept_experts} of {NUM} stay" in repr(got)
-    assert got.num_kept_experts == 40 - num_passing(40, EXPERT)
 
 
 def test_an_expert_is_expanded_by_itself_and_contributions_of_rows_are_counted() -> None:

@@ -1,9 +1,7 @@
 """Plans for models and machines of any size, from headers alone; rows of prompts, limits of containers."""
 
-import math
 import random
 import re
-import weakref
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -16,20 +14,16 @@ from plans import make_plan, model_shape, plan_memory
 from test_device_planner import CONFIGS as LARGE
 
 from offload import machine
-from offload.checkpoint import sizes as checkpoint_sizes
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.imagined import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape
-from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.memory.plan import MemoryBudget, MemoryPlan, Rates
-from offload.memory.planner import DEFAULT_CONTEXT, least_budget
-from offload.memory.prompt_rows import row_s, wanted_rows
+from offload.memory.planner import least_budget
 from offload.memory.sizes import PROMPT_ROWS
 from offload.planning.budget import budget_of
 from offload.planning.load_options import LoadOptions
-from offload.trees.topology import most_rows
 
 GB, MIB = 10**9, 1 << 20
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -215,51 +209,6 @@ def test_layers_stay_by_the_byte_and_slots_are_of_the_largest() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "context"), [("Llama-2-70B", 4096), ("Llama-3-70B", DEFAULT_CONTEXT), ("Qwen2.5-72B", DEFAULT_CONTEXT)]
-)
-def test_the_default_context_is_modest(name: str, context: int) -> None:
-    got, small = plan_for(name, 64 * GB), checkpoint_of({**SMALL, "max_position_embeddings": 512})
-    assert got.context == context and got.cache_slots == context + 256 + PROMPT_ROWS
-    assert got.draft_slots == context + most_rows(256) + PROMPT_ROWS
-    assert plan_memory((small, None), ram=8 * GB, dtype="auto", context=None, num_nodes=1).context == 512
-
-
-def test_more_context_costs_cache_and_layers() -> None:
-    short, long = (plan_for("Qwen2.5-72B", 64 * GB, context=context) for context in (4096, 32768))
-    assert long.kv_bytes - short.kv_bytes == (32768 - 4096) * 80 * 2 * 8 * 128 * 2
-    assert long.num_resident < short.num_resident
-    with pytest.raises(UserError, match="`context` must be at most 32768, which this model was made for, got 32769"):
-        plan_for("Qwen2.5-72B", 64 * GB, context=32769)
-
-
-@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-def test_longrope_has_its_whole_context(spelling: str) -> None:
-    rope = {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
-    long = {"max_position_embeddings": 131072, "original_max_position_embeddings": 3000, spelling: rope}
-    files, how = (checkpoint_of({**SMALL, **long}), None), {"ram": 64 * GB, "dtype": "auto", "num_nodes": 1}
-    for context, turns in ((3000, False), (3001, True), (131072, True)):
-        plan = plan_memory(files, context=context, **how)
-        assert (plan.context, plan.turning_point, plan.turns) == (context, 3000, turns)
-    with pytest.raises(UserError, match="at most 131072, which this model was made for, got 131073"):
-        plan_memory(files, context=131073, **how)
-
-
-def test_computing_in_another_type_has_its_price() -> None:
-    stored = checkpoint_of(SMALL)
-    plain, wide, narrow = (model_shape(stored, dtype) for dtype in ("bfloat16", "float32", "float16"))
-    num_rest = sum(math.prod(e.shape) for key, e in stored.tensors.items() if ".layers." not in key)
-    num_layer = sum(math.prod(e.shape) for key, e in stored.tensors.items() if ".layers.3." in key)
-    assert wide.layer_bytes == plain.layer_bytes == narrow.layer_bytes, "slots hold what is stored"
-    assert wide.rest_bytes - plain.rest_bytes == 4 * num_rest and wide.cast_bytes == 4 * num_layer
-    assert narrow.rest_bytes - plain.rest_bytes == 2 * num_rest and narrow.cast_bytes == 2 * num_layer
-    assert wide.kv_bytes_per_token == 2 * plain.kv_bytes_per_token
-    # A few wide tensors do not double a layer: a router's bias in float32 among bfloat16 weights.
-    bias = TensorEntry(0, "F32", (256,), 90 * GB, 90 * GB + 1024)
-    mixed = model_shape(replace(stored, tensors={**stored.tensors, "model.layers.3.bias": bias}))
-    assert mixed.cast_bytes == 512 and mixed.rest_bytes == plain.rest_bytes
-
-
 UNPLANNED: list[tuple[str, Any, str]] = [
     ("num_hidden_layers", None, "config.json has no num_hidden_layers"),
     ("hidden_size", 0, "config.json has no hidden_size"),
@@ -319,18 +268,6 @@ def test_limits_of_control_groups(
     assert machine._cgroup_limits(tmp_path / "fs", tmp_path / "absent") == []
 
 
-def test_what_is_known_of_a_checkpoint_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, grouped = checkpoint_of(SMALL), list[int]()
-    group = checkpoint_sizes.group_by_layer
-    monkeypatch.setattr(checkpoint_sizes, "group_by_layer", lambda *one: grouped.append(1) or group(*one))
-    wide, same, narrow = (model_shape(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
-    assert wide is same and len(grouped) == 2, "once by type"
-    assert narrow == model_shape(checkpoint_of(SMALL), "bfloat16") != wide
-    left = weakref.ref(stored)
-    del stored
-    assert left() is None
-
-
 def test_this_machine_has_memory_and_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
     assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
@@ -351,28 +288,6 @@ def plan_of(shape: ModelShape = DENSE, ram: int = 64 * GB, gpu: int | None = Non
     settings: dict[str, Any] = {"context": 8192, "num_nodes": 64, **how}
     rates = settings.pop("rates", CPU)
     return make_plan(shape, None, ram, gpu, rates=rates, **settings)
-
-
-def pass_bytes(plan: MemoryPlan) -> int:
-    return plan.streamed_bytes + (plan.num_experts - plan.num_kept_experts) * plan.expert_slot_bytes
-
-
-def test_rows_are_what_link_and_computing_say() -> None:
-    one = wanted_rows(10.0, 0.01, 1 << 20)
-    assert 1000 <= one <= 2000, "about as many as are computed while the link delivers, and some more"
-    assert wanted_rows(20.0, 0.01, 1 << 20) == pytest.approx(2 * one, abs=64)
-    assert wanted_rows(10.0, 0.005, 1 << 20) == pytest.approx(2 * one, abs=64)
-    assert wanted_rows(10.0, 0.01, 900) == 900 and 0 < wanted_rows(0.0, 0.01, 900) <= 64
-    assert row_s(DENSE, 1e12) == pytest.approx(2 * 68.5e9 / 1e12, rel=0.01)
-    assert row_s(MIXTURE, 1e12) < 2 * MIXTURE.layer_weights / 1e12 / 2, "a row of a mixture meets its own experts"
-
-
-@pytest.mark.parametrize("shape", [DENSE, MIXTURE], ids=["dense", "mixture"])
-def test_a_slower_link_asks_for_more_rows(shape: ModelShape) -> None:
-    ram = 64 * GB if shape is DENSE else 1600 * MIB
-    rows = [plan_of(shape, ram, rates=Rates(link, 1e12)).max_prompt_rows for link in (1e12, 1e9, 2e8, 1e7)]
-    assert rows == sorted(rows) and rows[0] == PROMPT_ROWS < rows[-1], rows
-    assert plan_of(shape, ram, rates=None).max_prompt_rows == PROMPT_ROWS, "nothing is known of the machine"
 
 
 def test_rows_of_a_pass_follow_link_disk_and_context() -> None:
@@ -397,22 +312,6 @@ def exceeds(plan: MemoryPlan) -> bool:
     outer = shape.row_bytes - (shape.inner_row_bytes if plan.gpu_bytes is None else 0)
     pairs = shape.pair_bytes * plan.context
     return plan.max_prompt_rows * (outer + pairs) > plan.activation_bytes
-
-
-PLACES = [(DENSE, 16 * GB, None), (DENSE, 64 * GB, None), (DENSE, 130 * GB, None), (DENSE, 64 * GB, 24 * GB),
-          (DENSE, 256 * GB, 48 * GB), (MIXTURE, 1200 * MIB, None), (MIXTURE, 1600 * MIB, None)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("shape", "ram", "gpu"), PLACES)
-@pytest.mark.parametrize("parallel", [1, 8])
-def test_rows_never_take_more_than_there_is(shape: ModelShape, ram: int, gpu: int | None, parallel: int) -> None:
-    how: dict[str, Any] = {"parallel": parallel, "context": 2048 if parallel > 1 else 8192}
-    usual = plan_of(shape, ram, gpu, rates=None, **how)
-    for link in (1e6, 1e8, 1e9, 1e10):
-        got = plan_of(shape, ram, gpu, rates=Rates(link, 1e14), **how)
-        assert got.total_bytes <= ram and got.gpu_total_bytes <= (gpu or 0) and not exceeds(got)
-        assert PROMPT_ROWS <= got.max_prompt_rows <= got.context
-        assert pass_bytes(got) <= 1.05 * pass_bytes(usual), "a text is written with these passes"
 
 
 def test_where_memory_is_short_passes_get_shorter_before_a_run_is_refused() -> None:

@@ -119,19 +119,6 @@ def test_texts_that_have_shared_a_pass_go_on_alone(family: str, tmp_path: Path) 
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
-def test_texts_that_take_turns_are_not_recorded_at_every_turn(tmp_path: Path) -> None:
-    """A recording takes as long as many passes; a text that is alone for long gets its own all the same."""
-    plain, replayed, calls = models("llama", tmp_path)
-    lent, alone = [replayed.new_cache(40) for _ in range(3)], plain.new_cache(40)
-    KVCache.side_by_side(lent)
-    for _ in range(20):
-        assert all(torch.allclose(grown(replayed, cache), grown(plain, alone), atol=2e-5) for cache in lent)
-    assert calls.num_recorded == 1
-    for _ in range(100):
-        grown(replayed, lent[1])
-    assert calls.num_recorded == 2
-
-
 def test_a_full_cache_has_room_for_padding(tmp_path: Path) -> None:
     """The last rows of a cache are real ones: padding must not land on them."""
     plain, replayed, _ = models("llama", tmp_path)
@@ -162,39 +149,6 @@ def test_padding_sees_numbers_and_slots_never_written_hold_some(
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
     _, replayed, _ = models("llama", tmp_path)
     assert not grown(replayed, KVCache(replayed.num_layers, 40)).isnan().any()
-
-
-def test_logits_outlive_the_next_pass_and_lie_in_one_place(tmp_path: Path) -> None:
-    _, replayed, _ = models("llama", tmp_path)
-    recorded = Graphs(replayed, Calls)
-    replayed.set_graph_runner(recorded)
-    first = grown(replayed, KVCache(replayed.num_layers, 8))
-    kept = first.clone()
-    with torch.inference_mode():
-        assert recorded._logits_WV is not None
-        recorded._logits_WV.fill_(0)
-    assert torch.equal(first, kept)
-    # With a large vocabulary those of every width and length would take hundreds of megabytes beyond the plan.
-    _, replayed, _ = models("llama", tmp_path)
-    recorded, cache = Graphs(replayed, Calls), KVCache(replayed.num_layers, 8)
-    replayed.set_graph_runner(recorded)
-    places = set()
-    for width in (1, 2, 4):
-        replayed.forward(torch.arange(width), torch.arange(width), causal(width), cache)
-        assert recorded._logits_WV is not None
-        places.add(recorded._logits_WV.data_ptr())
-    assert len(recorded._recordings) == 3 and len(places) == 1
-
-
-def test_another_cache_gets_another_recorder(tmp_path: Path) -> None:
-    """CUDA refuses to record into a pool of memory whose graphs are gone."""
-    _, replayed, _ = models("llama", tmp_path)
-    opened: list[Calls] = []
-    replayed.set_graph_runner(Graphs(replayed, lambda: opened.append(Calls()) or opened[-1]))
-    for cache in (KVCache(replayed.num_layers, 8), KVCache(replayed.num_layers, 8)):
-        for _ in range(2):
-            grown(replayed, cache)
-    assert [calls.num_recorded for calls in opened] == [1, 1]
 
 
 TORCHES = {"torch 2.11": False, "torch 2.13": True}
@@ -255,48 +209,6 @@ def test_a_draft_that_can_be_is_recorded(paper: Paper, tmp_path: Path) -> None:
         torch.cuda.empty_cache()
         first_rows(model)
     assert paper.num_replays == 2, "one to see whether it goes, and the pass"
-
-
-def test_all_models_of_a_device_are_recorded_on_one_stream(
-    paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The matrix library keeps memory for each stream that it has ever seen."""
-    made, usual = list[Any](), torch.cuda.Stream
-    monkeypatch.setattr(torch.cuda, "Stream", lambda place: made.append(usual(place)) or made[-1])
-    checkpoint = checkpoint_of("llama", tmp_path)
-    with Capturing(paper):
-        for _ in range(2):
-            assert use_graphs(draft_on_card(checkpoint)) is None
-    assert len(made) == 1 and paper.num_replays == 2
-
-
-def test_recordings_go_on_behind_one_that_failed_and_one_that_cannot_begin_is_closed(paper: Paper) -> None:
-    """They share its pool."""
-    record = CudaRecorder(torch.cuda.Stream(place()))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="not permitted"):
-            record(lambda: torch.cuda.empty_cache() if paper.capturing else None)
-        torch.cuda.empty_cache()
-        record(lambda: None)()
-    assert paper.num_replays == 4
-    # A capture that cannot begin is closed as well.
-    record = CudaRecorder(paper.default)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="non-default stream"):
-        record(lambda: None)
-    torch.cuda.empty_cache()
-
-
-def test_an_allocator_that_is_left_open_refuses(paper: Paper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mistake that was: what a broken capture has opened stays open. Torch 2.11 alone minds."""
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None)
-    checkpoint = checkpoint_of("dynamic", tmp_path)
-    with Capturing(paper):
-        assert use_graphs(draft_on_card(checkpoint)) is not None
-    if paper.closes_first:
-        torch.cuda.empty_cache()
-        return
-    with pytest.raises(RuntimeError, match="captures_underway"):
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu

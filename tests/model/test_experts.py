@@ -1,6 +1,5 @@
 """Experts that come one by one: the bits of transformers' own loop, with any pool, and all other numbers NaN."""
 
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -20,10 +19,8 @@ from tiny import save
 from transformers import AutoModelForCausalLM
 from transformers.models.aria import modeling_aria as aria
 
-from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.open import open_checkpoint
 from offload.errors import ReadError, UserError
-from offload.model.experts import bring_to
 from offload.model.library import CACHE
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NEVER
@@ -272,23 +269,6 @@ def test_a_layer_may_have_a_single_expert(tmp_path: Path) -> None:
     folder = save(tiny_model(config), tmp_path)
     assert {one.num_experts for one in TreeModel(open_checkpoint(folder), on_demand=True).experts} == {1}
     assert_one_by_one(folder, (9, 1, 14), 2)
-
-
-def test_numbers_of_one_expert_at_a_time(tmp_path: Path) -> None:
-    """Those of a file in another type are copies, of which memory is planned for one expert's."""
-    with opened(save(tiny_model(config_of("qwen3_moe")), tmp_path), 100) as (model, pool):
-        numbers, given = model._expanded.numbers, list[weakref.ref[torch.Tensor]]()
-
-        def copied(record: SlabLayout, sent: torch.Tensor) -> dict[str, torch.Tensor]:
-            assert all(ref() is None for ref in given), "the expert before is still there"
-            copies = {name: tensor.clone() for name, tensor in numbers(record, sent).items()}
-            given.extend(map(weakref.ref, copies.values()))
-            return copies
-
-        for layer, experts in enumerate(model.experts):
-            bring_to(experts, layer, pool.bring, copied)
-        logits_of(model, pool, (9, 15))
-        assert len(given) > 2 * len(model.experts)
 
 
 def test_a_router_of_numbers_that_are_not_finite_is_told(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ On this processor: how many rows a product needs is found by the same check that
 refuses is skipped with its reason.
 """
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,14 @@ from rounding import Promise, assert_same_bits
 from test_families import WORKING
 from test_invariance_check import found
 from test_path_rows import checkpoint_of
-from test_wide_products import Largest
 from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
-from torch.nn import functional
 
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import ScoreTerms
-from offload.memory.sizes import PATH_SCRATCH_BYTES
 from offload.model import path_attention
-from offload.model.invariant import InvariantRows, in_whole_vectors
+from offload.model.invariant import InvariantRows
 from offload.model.kv_cache import KVCache
-from offload.model.path_attention import path_rows
 from offload.model.row_sizes import find_sizes
 from offload.model.tree_model import TreeModel
 from offload.trees.token_tree import ancestors
@@ -138,16 +131,6 @@ def test_values_that_no_row_sees_do_no_harm(base: Path) -> None:
     assert_same_bits(score(model, cache, TEXT[20:40], chain(19)), taken_in(model, (20, 20))[20:], Promise.INVARIANT)
 
 
-def test_scores_of_a_wide_tree_stay_in_their_tile() -> None:
-    ancestor_UU = torch.eye(768, dtype=torch.bool)
-    ancestor_UU[:, 0] = True
-    rows = path_rows(70, ancestor_UU, path_attention.path_attention)
-    states = torch.ones(16, 838, 16)
-    with Largest() as largest:
-        path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))
-    assert largest.num_bytes <= PATH_SCRATCH_BYTES // 4
-
-
 def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a model's own pass: a trial of what the mode makes would find that everything is the same."""
     begun, ended = [], []
@@ -165,38 +148,6 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
     model.set_batch_invariant(InvariantRows([1]))
     taken_in(model, CUTS[0])
     assert set(begun) == {2, 3}
-
-
-ACTIVATIONS = [
-    functional.silu,
-    functional.gelu,
-    partial(functional.gelu, approximate="tanh"),
-    torch.sigmoid,
-    torch.tanh,
-]
-
-
-@pytest.mark.parametrize("function", ACTIVATIONS)
-def test_threads_share_activations_in_whole_vectors(function: Callable[[Tensor], Tensor]) -> None:
-    """Sizes around the borders of shares; a number's bits are those that it has alone among few."""
-    numbers = 3 * torch.randn(100_000, generator=torch.Generator().manual_seed(1))
-    wanted = torch.cat([function(part) for part in numbers.split(64 * 16)])
-    for num_threads in (1, 2, 3, 8):
-        torch.set_num_threads(num_threads)
-        for size in (63, 16448, 20480, 24000, 33000, 70001, 98304, 100_000):
-            got = in_whole_vectors(function, numbers[:size])
-            num_whole = size // 64 * 64  # numbers of the last vector are padded, so they are not odd ones out
-            where = f"{size} numbers, {num_threads} threads"
-            assert_same_bits(got[:num_whole], wanted[:num_whole], Promise.INVARIANT, where)
-
-
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])
-def test_a_refused_check_leaves_the_model_as_it_was(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
-    wanted = score(model, model.new_cache(30), TEXT[:20], chain(19))
-    model.set_batch_invariant(InvariantRows([1]))
-    model.set_batch_invariant(None)
-    assert_same_bits(score(model, model.new_cache(30), TEXT[:20], chain(19)), wanted, Promise.INVARIANT)
 
 
 @pytest.mark.always

@@ -168,26 +168,6 @@ def test_passes_over_one_tree_stand_behind_each_other_and_an_abandoned_one_leave
     assert committed(cache) == [1, 2, 3, 4]
 
 
-def test_buffers_are_allocated_once_and_more_rows_than_slots_are_our_own_bug() -> None:
-    cache = KVCache(NUM_LAYERS, NUM_SLOTS)
-    write(cache, [1])
-    addresses = [cache.layer_states(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)]
-    for _ in range(3):
-        cache.commit([0])
-        write(cache, [2])
-    assert [cache.layer_states(layer)[KEYS].data_ptr() for layer in range(NUM_LAYERS)] == addresses
-    assert all(cache.layer_states(layer)[KEYS].shape == (1, NUM_HEADS, NUM_SLOTS, WIDTH) for layer in range(NUM_LAYERS))
-    # More rows than slots are our own bug.
-    cache = KVCache(NUM_LAYERS, NUM_SLOTS)
-    write(cache, list(range(30)))
-    cache.commit(range(30))
-    write(cache, list(range(NUM_SLOTS - 30)))
-    with pytest.raises(AssertionError, match="11 rows do not fit behind 30"):
-        cache.reserve(0, NUM_SLOTS - 30 + 1)
-    with pytest.raises(AssertionError, match="10 rows do not fit behind 31"):
-        cache.reserve(1, NUM_SLOTS - 30)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "mistral-sliding", "gemma2"])
 def test_trees_and_commits_equal_plain_decoding(family: str, tmp_path: Path) -> None:
     """Every node of three trees in a row, behind a prefix longer than the sliding window of 24."""

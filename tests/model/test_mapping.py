@@ -24,7 +24,7 @@ from transformers import (
     PixtralVisionConfig,
     PreTrainedConfig,
 )
-from transformers.core_model_loading import Transpose, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
@@ -267,14 +267,6 @@ def test_what_cannot_be_right_is_refused(spoil: Spoil, words: str, tmp_path: Pat
         for on_demand in (False, True):
             with pytest.raises(UserError, match=words):
                 TreeModel(open_checkpoint(tmp_path), "float32", on_demand=on_demand)
-
-
-def test_a_renaming_that_leads_nowhere_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversion tables are written for old names; a file that has the new ones already must not suffer from them."""
-    tensors = saved("llama", tmp_path)
-    away = WeightRenaming(r"model\.norm\.", "model.no_such_norm.")
-    monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: [away])
-    assert torch.equal(our_state(tmp_path)["model.norm.weight"], tensors["model.norm.weight"])
 
 
 def test_what_would_have_to_be_computed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,9 @@
 import json
 import math
 import shutil
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,6 @@ from offload.model.recurrent_rows import (
     BASE,
     RowTree,
     TreeRows,
-    _branch_by_branch,
-    _level_by_level,
     previous_inputs,
 )
 from offload.model.thread_team import TEAM
@@ -169,28 +166,6 @@ def test_compiled_steps_have_the_bits_of_the_plain_ones(num_threads: int, monkey
     assert torch.equal(rule.run(base, brought, is_exact=True)[1], states[9])
     steps.step_R3[5, 1] = steps.step_R3[4, 1]
     assert not torch.equal(rule.walk(base, inputs, steps)[0], torch.cat(wanted)), "a mistake would be seen"
-
-
-def test_a_wide_tree_holds_few_states() -> None:
-    """For 256 nodes, branch by branch, log2(N) + 2 at a time."""
-    rule = gated_delta.GatedDelta(2, 6, 16, 12)
-    parents = [*[-1] * 64, *range(192)]  # four levels of 64
-    rows, inputs = TreeRows(tree_of(parents), 0), delta_inputs(len(parents), rule)
-    base, alive, most = rule.start(inputs), list[weakref.ref[torch.Tensor]](), 0
-    outs = [_level_by_level(rule, base, inputs, rows)]
-    advance = rule.advance
-
-    def counted(state: torch.Tensor, *more: Any) -> Any:
-        nonlocal most
-        after = advance(state, *more)
-        alive.append(weakref.ref(after))
-        most = max(most, sum(ref() is not None for ref in alive) + 1)
-        return after
-
-    rule.advance = counted  # type: ignore[method-assign]
-    outs.append(_branch_by_branch(rule, base, inputs, rows))
-    assert 0 < most <= 8 + 2, f"{most} states at a time"
-    assert torch.allclose(*outs, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["_level_by_level", "_branch_by_branch"])
@@ -418,28 +393,6 @@ def test_states_that_disagree_with_the_config_are_refused(changes: dict[str, int
         offload.load(tmp_path / "model", ram="1GiB", context=64, threads=1)
 
 
-CHUNKED = [kind for kind, sizes in HYBRIDS.items() if any("chunk_size" in name for name in sizes)]
-
-
-@pytest.mark.parametrize("kind", CHUNKED)
-def test_a_chunk_size_that_is_nonsense_changes_no_text(kind: str, tmp_path: Path) -> None:
-    """Only the library's way to read a prompt uses it: such a model runs, or is refused before it does."""
-    model = save(tiny_model(config_of(kind)), tmp_path / "model")
-    path = model / "config.json"
-    whole = json.loads(path.read_text())
-    (name,) = (key for key in HYBRIDS[kind] if key.endswith("chunk_size"))
-
-    def text() -> list[int]:
-        with offload.load(model, ram="1GiB", **{**_HOW, "tree": "none"}) as decoder:
-            return decoder.generate(random_ids(40), max_new_tokens=6).token_ids
-
-    wanted = text()
-    for size in (0, -1, 1 << 31, 1 << 40, 1 << 63):
-        path.write_text(json.dumps(whole | {name: size}))
-        with suppress(offload.UserError):
-            assert text() == wanted, size
-
-
 def test_an_unknown_kind_of_layer_is_named(tmp_path: Path) -> None:
     config = config_of("qwen3_5_text").to_dict()
     config["layer_types"] = ["linear_attention", "holographic", "full_attention", "full_attention"]
@@ -526,28 +479,6 @@ def test_branch_by_branch_few_states_are_held_and_a_slot_has_the_parent_of_each_
         assert held[source] == parents[row] and target != BASE
         held[target], most = row, max(most, target)
     assert most + 1 <= math.log2(num_rows) + 2
-
-
-def test_the_lightest_branch_last_would_show() -> None:
-    """Planted: a comb whose long side comes first holds a state for every tooth."""
-    parents = [BASE, *(row - 1 if row % 2 else row - 2 for row in range(1, 256))]
-    parents[2::2] = [row - 2 for row in range(2, 256, 2)]
-    heavy_first = sorted(range(256), key=lambda row: (row % 2, row))
-    assert most_states(parents, heavy_first) > 20
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_levels_come_whole_and_passes_may_be_many(seed: int) -> None:
-    parents, tree = random_parents(60, seed), RowTree()
-    sees_NN = sees(parents).numpy()
-    for lo, hi in ((0, 7), (7, 8), (8, 41), (41, 60)):
-        tree.add(sees_NN[lo:hi, :hi])
-    assert tree.parents == parents
-    needed = tree.with_ancestors(range(41, 60))
-    levels = tree.levels(needed)
-    assert sorted(row for level in levels for row in level) == sorted(needed)
-    for before, level in zip([[BASE], *levels], levels, strict=False):
-        assert {parents[row] for row in level} <= {*before}
 
 
 @pytest.mark.parametrize("num_taps", [1, 2, 4])

@@ -1,20 +1,17 @@
 """Numbers of rows that give the same bits: products that are added up in two orders are found out; rows in parts."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from plans import model_shape
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, MixtralConfig, Phi3Config
+from transformers import LlamaConfig, Phi3Config
 
-from offload.checkpoint.open import open_checkpoint
 from offload.memory.sizes import INNER_ROWS
-from offload.model.feed_forward import InParts, take_rows_in_parts
+from offload.model.feed_forward import take_rows_in_parts
 from offload.model.invariant import InvariantRows
 from offload.model.linear import Linear, choose_products, replace_linears
 from offload.model.row_sizes import LADDER, find_sizes, parts_of
@@ -99,33 +96,6 @@ def test_a_factor_is_tried_as_it_lies_and_a_large_one_itself() -> None:
     assert factors == {weight.data_ptr()}
 
 
-@pytest.mark.parametrize("is_transposed", [True, False])
-def test_large_factors_in_16_bits_tell_two_orders(is_transposed: bool) -> None:
-    """Random numbers in 4 rows of 192 columns tell nothing; weights may be nothing, or alike."""
-    weight = 0.02 * torch.randn(192, 45_000, generator=torch.Generator().manual_seed(1)).bfloat16()
-    weight[3], weight[6] = 0, weight[9]
-
-    def summed(rows: Tensor, factor: Tensor) -> Tensor:
-        """On one thread in float64, so that the order is what is told to it."""
-        rows_K, factor_NK = rows.double(), (factor if is_transposed else factor.T).double()
-        middle = 40_000 if len(rows) <= 48 else 5_000
-        parts = [rows_K[:, part] @ factor_NK[:, part].T for part in (slice(middle), slice(middle, None))]
-        return (parts[0].float() + parts[1].float()).to(rows.dtype)
-
-    factor = weight if is_transposed else weight.T
-    assert find_sizes(summed, factor, (1,), is_transposed=is_transposed) == (64, 128, 256)
-
-
-def test_more_orders_than_are_kept() -> None:
-    """Each size its own, so that none but the largest is used alone; three results are kept."""
-
-    def summed(rows: Tensor, factor: Tensor) -> Tensor:
-        middle = 1 + len(rows) % 61
-        return (exact(rows[:, :middle], factor[:, :middle]) + exact(rows[:, middle:], factor[:, middle:])).to(rows)
-
-    assert len(sizes_of(summed)) == 1
-
-
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "parts"),
     [(1, (4, 256), [4]), (5, (4, 256), [4, 4]), (0, (4,), []), (300, (48, 256), [256, 48]), (64, (32, 192), [32, 32]),
@@ -164,18 +134,6 @@ def test_rows_in_parts_have_the_bits_of_all_rows_at_once(kind: Any, dtype: torch
         assert max(seen) <= INNER_ROWS < sum(seen) == rows_1TD.shape[1]
         seen.clear()
         assert torch.equal(in_parts(rows_1TD[:, :9]), wanted[:, :9]) and seen == [9], "few rows are one part"
-
-
-@pytest.mark.parametrize("kind", [*DENSE, MixtralConfig])
-def test_a_plan_counts_on_parts_only_where_there_are_some(kind: Any, tmp_path: Path) -> None:
-    config = kind(**_SIZES)
-    model = tiny.build(config)
-    shape = model_shape(open_checkpoint(tiny.save(model, tmp_path)))
-    replace_linears(model)
-    take_rows_in_parts(model.model.layers)
-    is_in_parts = all(isinstance(getattr(layer, "mlp", None), InParts) for layer in model.model.layers)
-    assert bool(shape.inner_row_bytes) == is_in_parts == (kind in DENSE)
-    assert 0 <= shape.inner_row_bytes < shape.row_bytes
 
 
 def test_a_feed_forward_that_is_given_more_than_rows_is_left_alone() -> None:

@@ -27,7 +27,6 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.planner import least_budget
 from offload.model.headers import describe
 from offload.model.kv_cache import KVCache
-from offload.model.parts import BatchPart
 from offload.model.tree_model import TreeModel
 from offload.streaming.device import HOST
 from offload.streaming.disk import DiskReader
@@ -170,35 +169,6 @@ def test_all_layers_without_table_and_head(checkpoints: Callable[[str], Checkpoi
             assert torch.equal(model.forward(seen[0], *rows, model.new_cache(20)), seen[1])
 
 
-@pytest.mark.parametrize("mistake", ["", "no scale", "windows of other layers", "rotary frequencies of other layers"])
-def test_a_layer_that_takes_itself_for_another_would_show(
-    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = FAMILIES["gemma3"]()
-    config.layer_types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    checkpoint = describe(save(build(config), tmp_path))
-    wanted = run_whole(resident_model(checkpoint, "auto"))
-    if mistake == "windows of other layers":  # those of the first two
-        monkeypatch.setattr("offload.model.attention.windows_of", lambda _, num_layers: [24] * num_layers)
-    with ExitStack() as resources:
-        parts = [resources.enter_context(opened(checkpoint, one, is_streamed=False)) for one in sections(0, 2, 4)]
-        if mistake == "no scale":
-            parts[0][0].meta_model.model.embed_tokens.embed_scale.fill_(1)
-        if mistake == "rotary frequencies of other layers":
-            parts[1][0].meta_model.config.layer_types.reverse()
-        assert all(map(torch.equal, run_parts(parts), wanted)) == (not mistake)
-
-
-def test_the_last_section_scores_few_rows_at_once(checkpoints: Callable[[str], Checkpoint]) -> None:
-    with opened(checkpoints("phi3"), Section(2, 4, False, True), is_streamed=False) as (model, _):
-        hidden_TD = torch.randn(7, model.width, generator=torch.Generator().manual_seed(2))
-        rows = (torch.arange(7), causal(7))
-        part = BatchPart(hidden_TD, *rows, model.new_cache(20))
-        logits = model.score([part], num_logits=5, max_rows=2)
-        wanted_TV = model.forward(hidden_TD, *rows, model.new_cache(20))
-        torch.testing.assert_close(logits.whole(), wanted_TV[2:])
-
-
 @pytest.mark.parametrize("family", PLAIN)
 def test_a_plan_counts_what_a_section_has(family: str, checkpoints: Callable[[str], Checkpoint]) -> None:
     checkpoint = checkpoints(family)
@@ -209,16 +179,6 @@ def test_a_plan_counts_what_a_section_has(family: str, checkpoints: Callable[[st
     assert one.kv_bytes + two.kv_bytes + three.kv_bytes == whole.kv_bytes and two.kv_bytes == 2 * one.kv_bytes
     assert two.rest_bytes == 0 < one.rest_bytes <= three.rest_bytes < whole.rest_bytes + one.rest_bytes
     assert two.activation_bytes == one.activation_bytes < three.activation_bytes, "a part without a head scores no row"
-
-
-def test_on_a_gpu_a_table_is_no_head(checkpoints: Callable[[str], Checkpoint]) -> None:
-    """A table stays on the host; of a model without a head of its own, it is the head of the last section alone."""
-    for family in ("llama", "llama-tied"):
-        checkpoint = checkpoints(family)
-        first, last = (checkpoint_of(checkpoint, section) for section in sections(0, 2, 4))
-        plans = [plan_memory((one, None), ram=1 << 40, gpu=1 << 40, **SIZES) for one in (first, last)]
-        assert plans[0].rest_bytes == plans[1].table_bytes == 0 < plans[0].table_bytes
-        assert plans[1].rest_bytes >= 4 * 64 * VOCAB_SIZE
 
 
 def test_layers_that_hang_together_are_refused(tmp_path: Path) -> None:

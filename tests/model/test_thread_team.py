@@ -1,6 +1,5 @@
 """Threads that share a product: every block is computed once, on one thread, and errors reach who asked."""
 
-import os
 import threading
 
 import pytest
@@ -48,21 +47,6 @@ def test_what_a_thread_raises_is_raised_and_the_team_goes_on() -> None:
     done: list[int] = []
     team.run(lambda: done.append(torch.get_num_threads()), most=3)
     assert done == [1, 1, 1] and torch.get_num_threads() == 3
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_a_child_process_has_a_team_of_its_own() -> None:
-    team = ThreadTeam()
-    team.run(lambda: None, most=3)
-    child = os.fork()
-    if not child:
-        done: list[int] = []
-        try:
-            team.run(lambda: done.append(1), most=3)
-        finally:
-            os._exit(len(done))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 3
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 64])

@@ -1,19 +1,15 @@
 """Products of 16-bit numbers made in float32, as on a processor that has no instructions for them: tried on any."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from rounding import Promise, assert_same_bits
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from offload.memory.sizes import PATH_SCRATCH_BYTES
-from offload.model import thread_team, wide_products
+from offload.model import wide_products
 from offload.model.invariant import InvariantRows
-from offload.model.thread_team import ThreadRoom
 from offload.model.wide_products import WideProducts, attend, linear, product_for
 
 CHANCE = torch.Generator().manual_seed(3)
@@ -80,33 +76,6 @@ def test_rows_that_lie_otherwise_and_no_rows_at_all() -> None:
         linear(numbers(5, 80), weight)
 
 
-class Largest(TorchFunctionMode):
-    """Bytes of the largest result, of one type if there is one."""
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.num_bytes, self._dtype = 0, dtype
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        counts = isinstance(out, Tensor) and self._dtype in (None, out.dtype)
-        self.num_bytes = max(self.num_bytes, out.nbytes if counts else 0)
-        return out
-
-
-def test_few_numbers_are_wide_at_once_and_a_thread_keeps_little_room() -> None:
-    rows, weight = numbers(700, 6000), numbers(500, 6000)
-    with Largest(torch.float32) as largest:
-        linear(rows, weight)
-    assert 0 < largest.num_bytes <= PATH_SCRATCH_BYTES // 4
-    # A thread keeps no more room than it may.
-    room = ThreadRoom()
-    kept = room.numbers(100)
-    assert len(kept) == 100 and room.numbers(90).data_ptr() == kept.data_ptr()
-    assert len(room.numbers(thread_team._ROOM_BYTES)) == thread_team._ROOM_BYTES
-    assert room.numbers(100).data_ptr() == kept.data_ptr()
-
-
 @pytest.mark.usefixtures("narrow")
 def test_all_products_of_a_model_are_wide_there(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight, stack = numbers(1, 5, 64), numbers(96, 64), numbers(3, 64, 8)
@@ -119,20 +88,6 @@ def test_all_products_of_a_model_are_wide_there(monkeypatch: pytest.MonkeyPatch)
     # planted mistake: the library's own, which add up in another way or are rounded in between
     monkeypatch.setattr(wide_products, "lacks_products", lambda dtype: False)
     assert product_for(functional.linear, rows) is functional.linear
-
-
-@pytest.mark.usefixtures("narrow")
-def test_a_mask_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    states, mask = [numbers(1, 2, 50, 32) for _ in range(3)], torch.zeros(1, 2, 50, 50, dtype=torch.bfloat16)
-    mask.masked_fill_(~torch.ones(50, 50, dtype=torch.bool).tril(), torch.finfo(mask.dtype).min)
-    wide = [states.float() for states in states]
-    wanted = functional.scaled_dot_product_attention(*wide, attn_mask=mask.float())
-    for num_rows in (1, 7, 50):
-        monkeypatch.setattr(wide_products, "_MASK_BYTES", num_rows * 2 * 50 * 4)
-        with Largest(torch.float32) as largest:
-            got = attend(*states, attn_mask=mask)
-        torch.testing.assert_close(got, wanted.bfloat16())
-        assert largest.num_bytes == max(num_rows * 2 * 50 * 4, 2 * 50 * 32 * 4), "no more than the states themselves"
 
 
 @pytest.mark.usefixtures("narrow")

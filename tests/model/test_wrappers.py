@@ -15,7 +15,6 @@ from passes import text_scores
 from plans import model_shape
 from rounding import beyond_doubt
 from safetensors.torch import load_file, save_file
-from shell import shell
 from tiny import VOCAB_SIZE, save, streaming_ram
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -198,18 +197,6 @@ def test_sizes_that_a_config_leaves_out_are_usual_ones(tmp_path: Path) -> None:
     assert model_shape(open_checkpoint(tmp_path / "gemma")) == whole
 
 
-def test_a_plan_says_what_is_left_out(tmp_path: Path) -> None:
-    saved("gemma4", tmp_path)
-    left_out = open_checkpoint(tmp_path).left_out
-    assert left_out.keys() == {"audio", "vision"}
-    flags = ("-m", tmp_path, "--ram", "4GiB", "--disk-speed", "3GB")
-    told = " ".join(shell("plan", *flags).out.split())
-    assert "; left out: " in told and " of vision" in told and " of audio" in told
-    found = json.loads(shell("plan", *flags, "--json").out)["models"]["target"]
-    text_bytes = sum(entry.num_bytes for entry in open_checkpoint(tmp_path).tensors.values())
-    assert found["left_out"] == left_out and found["num_bytes"] == text_bytes
-
-
 def test_towers_alone_a_language_model_stored_twice_and_one_that_lacks_something_are_refused(tmp_path: Path) -> None:
     model = saved("llava", tmp_path)
     state = model.state_dict()
@@ -223,16 +210,6 @@ def test_towers_alone_a_language_model_stored_twice_and_one_that_lacks_something
         rewritten(tmp_path, tensors)
         with pytest.raises(offload.UserError, match=words):
             offload.load(tmp_path, ram="1GiB", context=64)
-
-
-def test_a_wrapper_may_carry_extra_layers_too(tmp_path: Path) -> None:
-    """As Qwen 3.5 has them, beside towers that have more layers than the text, by the same numbers."""
-    model = saved("qwen3_vl", tmp_path)
-    before = open_checkpoint(tmp_path)
-    more = {"mtp.layers.0.q_proj.weight": torch.ones(8), "model.language_model.layers.4.q_proj.weight": torch.ones(8)}
-    rewritten(tmp_path, {**{name: tensor.clone() for name, tensor in model.state_dict().items()}, **more})
-    assert open_checkpoint(tmp_path).left_out == {**before.left_out, "extra layers": 2 * 32}
-    assert before.left_out.keys() == {"vision"}
 
 
 def set_text(directory: Path, **changes: object) -> None:

@@ -160,22 +160,6 @@ def test_what_takes_too_much_memory_is_refused(grammars: Grammars, compiler_that
         grammars.mask(Grammar("regex", "large"))
 
 
-def test_a_busy_machine_refuses_no_grammar(
-    grammars: Grammars, compiler_that: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It waits for longer than it may compute."""
-    compiler_that("time.sleep(1.2)")
-    grammars.mask(Grammar("regex", "waits"))
-
-    compiler_that("time.sleep(60)")
-    monkeypatch.setattr(module, "_WAIT_S", 0.3)
-    with pytest.raises(UserError, match="not given enough time: try again where the machine is less busy"):
-        grammars.mask(Grammar("regex", "stopped"))
-    monkeypatch.setattr(module, "_WAIT_S", 0.001)
-    with pytest.raises(UserError, match=r"within 0\.001 s, got 'not begun', by a process that was not given"):
-        grammars.mask(Grammar("regex", "not begun"))
-
-
 def test_a_compiler_that_panics_is_told_of(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):  # as pyo3 has it
         pass
@@ -204,24 +188,6 @@ def test_without_the_package_or_a_tokenizer_a_line_says_so(
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'offload\[grammar\]'"):
         Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
-
-
-def test_the_grammars_asked_for_last_are_kept(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, compiled = Grammars(tokenizer, VOCAB_SIZE, {END}), list[str]()
-    usual = grammars._compile
-    monkeypatch.setattr(grammars, "_compile", lambda one: compiled.append(one.text) or usual(one))
-    monkeypatch.setattr("offload.sampling.grammar_mask._MOST_KEPT_BYTES", 10_000)
-    monkeypatch.setattr("offload.sampling.grammar_mask._LEAST_BYTES", 4_000)
-    huge = "a" * 20_000
-    for text in ("a", "b", "a", "c", "a", "b", huge, huge, "b", wide := "\U0001f600" * 1_600, "b"):
-        grammars.mask(Grammar("regex", text))
-    assert compiled == ["a", "b", "c", "b", huge, "b", wide, "b"], "they count by bytes"
-
-
-def test_masks_of_a_step_are_kept_as_bits(grammars: Grammars, ids: Any) -> None:
-    mask, paths = grammars.mask(Grammar("regex", "[ab]+")), [[*ids(text)] for text in ("", "a", "b", "ab")]
-    mask.adjust(torch.zeros(4, VOCAB_SIZE), paths)
-    assert [kept.nbytes for kept in mask._masks.values() if kept is not None] == [-(-VOCAB_SIZE // 8)] * 4
 
 
 def test_it_is_imported_when_it_is_asked_for() -> None:
@@ -319,14 +285,6 @@ def test_texts_end_where_nothing_may_follow(grammars: Grammars, ids: Any, tokeni
     assert not mask.is_over and sampler.accept([a, b]) == 2 and not sampler.is_over, "more may follow"
     sampler.cut([])
     assert sampler.accept([b, a, a, a]) == 2 and sampler.is_over
-
-
-def test_padding_rows_and_more_tokens_than_rows(tokenizer: Any, ids: Any) -> None:
-    (a,) = ids("a")
-    for vocab_size in (VOCAB_SIZE + 50, VOCAB_SIZE - 20):
-        mask = Grammars(tokenizer, vocab_size, {END}).mask(Grammar("regex", "a+"))
-        scores_TV = mask.adjust(torch.zeros(1, vocab_size), [(a,)])
-        assert {*scores_TV[0].isfinite().nonzero()[:, 0].tolist()} == {a, END}
 
 
 def knowing_none(mask: GrammarMask) -> Tensor:

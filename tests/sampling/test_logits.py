@@ -68,21 +68,6 @@ def test_every_row_is_where_it_is_looked_for(num_rows: int, max_rows: int) -> No
         logits[num_rows]
 
 
-def test_a_chunk_is_let_go_before_the_next_one_is_computed() -> None:
-    alive: list[weakref.ref] = []
-
-    def score(lo: int, hi: int) -> Tensor:
-        assert not any(ref() is not None for ref in alive), "two chunks at once"
-        chunk_CV = torch.zeros(hi - lo, 3)
-        alive.append(weakref.ref(chunk_CV))
-        return chunk_CV
-
-    logits = Logits(9, 3, score(0, 3), score)
-    for node in (0, 4, 8):
-        logits[node]
-    assert len(alive) == 3
-
-
 def count_scored_rows(model: TreeModel) -> list[int]:
     """How many rows the head gets at each call, from now on."""
     scored: list[int] = []

@@ -18,7 +18,6 @@ from offload.kernels import keyed_gumbel as noise
 from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.sizes import noise_bytes
-from offload.sampling.adjustments import Penalties, Send, stay
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import LEAST_TEMPERATURE, Sampling
 
@@ -273,42 +272,3 @@ def test_the_past_of_a_row_is_its_text_and_its_path_alone() -> None:
     assert Sampling(logit_bias={9: 1, 3: -2}) == Sampling(logit_bias=((3, -2.0), (9, 1.0)))
     assert hash(Sampling(logit_bias={9: 1})) == hash(Sampling(logit_bias=((9, 1.0),)))
     assert not Sampling(min_p=0.3, temperature=1.0).is_adjusted
-
-
-class OneTokenOnly:
-    """Another adjustment: only the number of tokens written so far may come."""
-
-    is_over = False
-
-    def begin(self, prompt_ids: Sequence[int]) -> None:
-        self.num = 0
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        self.num += len(tokens)
-
-    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay) -> Tensor:
-        only_T1 = torch.tensor([[self.num + len(path)] for path in paths])
-        return torch.full_like(logits_TV.float(), -torch.inf).scatter(1, only_T1, 0.0)
-
-
-@pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.9, repeat_penalty=1.5)], ids=["greedy", "warm"])
-def test_others_adjust_behind_the_penalties(how: Sampling) -> None:
-    sampler = Sampler(how, SIZE, adjustments=[OneTokenOnly()])
-    sampler.begin(PROMPT)
-    sampler.accept(NEW)
-    scores_TV = sampler.perturbed(sampler.adjusted(LOGITS_TV, PATHS), 5)
-    assert scores_TV.argmax(1).tolist() == [3 + len(path) for path in PATHS]
-    assert sampler.is_adjusted and not sampler.draws_rows
-
-
-def test_a_long_past_costs_little() -> None:
-    """Tokens of the past are looked at, not the vocabulary row by row; nor are they counted anew for each row."""
-    penalties, paths = Penalties(Sampling(**EVERY)), [[row] for row in range(256)]
-    penalties.begin(list(range(4000)))
-    penalties.accept(list(range(2000)))
-    first = penalties._said_C
-    got_TV = penalties.adjust(torch.zeros(256, 5000), paths)
-    said_C = penalties._said_C
-    penalties.adjust(torch.zeros(1, 5000), [[]])
-    assert first is None and penalties._said_C is said_C
-    assert torch.equal(got_TV[0, 4000:], torch.zeros(1000))

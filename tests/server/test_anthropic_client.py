@@ -135,21 +135,6 @@ def test_a_loop_of_tools(served: Served, is_streamed: bool) -> None:
     assert num_prompt == len(served.decoder.encode(written, raw=True))
 
 
-def test_the_clients_own_loop(served: Served) -> None:
-    """It begins with a thread, which is refused in the words on which it sends whole conversations."""
-    ran = list[str]()
-
-    @anthropic.beta_tool
-    def get_weather(city: str) -> str:
-        """Tell the weather of a city."""
-        ran.append(city)
-        return "21"
-
-    asked = {**ASKED, "tools": [get_weather]}
-    message = client(served).beta.messages.tool_runner(**asked).until_done()
-    assert (ran, message.content[-1].text) == (["Paris"], ANSWER)  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("more", "reason", "stop", "text"),
     [

@@ -1,8 +1,6 @@
 """OpenAI's own client, curl and Prometheus against a real server: what is asked for is what comes, to the letter."""
 
-import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +15,7 @@ from waiting import PATIENCE_S
 
 from offload.engine import request
 from offload.engine.request import Request
-from offload.engine.scheduler import EngineStats
 from offload.sampling_options import Sampling
-from offload.server.metrics import metrics_text
 
 
 @pytest.fixture(scope="module")
@@ -199,16 +195,6 @@ def test_a_stream_may_tell_of_passes(endless: Served) -> None:
     assert all(one["num_bytes"] > 0 for one in passes)
 
 
-KEY = "sesame"
-has_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-
-
-@pytest.fixture(scope="module")
-def keyed(talker: Path) -> Iterator[Served]:
-    with serving(talker, api_keys=(KEY,)) as found:
-        yield found
-
-
 def run(*command: str, **environment: str) -> str:
     told = {**os.environ, **environment}
     done = subprocess.run(
@@ -216,20 +202,6 @@ def run(*command: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@has_curl
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_curl(keyed: Served, is_streamed: bool) -> None:
-    body = json.dumps({"messages": HELLO, "temperature": 0, "stream": is_streamed})
-    headers = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
-    out = run("curl", "-sSN", f"{keyed.address}/v1/chat/completions", *headers, "-d", body)
-    if not is_streamed:
-        assert json.loads(out)["choices"][0]["message"]["content"] == SAID
-        return
-    *events, last = [event.removeprefix("data: ") for event in out.split("\n\n") if event.startswith("data: ")]
-    assert last == "[DONE]"
-    assert "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events) == SAID
 
 
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
@@ -260,7 +232,3 @@ def test_figures_are_the_engines(looper: Path) -> None:
     assert got["offload_requests_total/done"] == 1
     assert got["offload_requests_total/queue_full"] == 0 and "offload_requests_total/refused" not in got
     assert got["offload_requests_active"] == got["offload_requests_waiting"] == 0
-
-
-def test_an_idle_engine_has_no_rates() -> None:
-    assert set(samples(metrics_text(EngineStats())).values()) == {0}

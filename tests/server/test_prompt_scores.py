@@ -14,7 +14,6 @@ from waiting import PATIENCE_S, until
 
 import offload
 from offload.engine.decoder import Decoder
-from offload.engine.request import Request
 from offload.engine.scoring import Scorer
 from offload.errors import ReadError
 from offload.server.core import routes
@@ -120,26 +119,6 @@ def gathered(answer: Any) -> dict[int, tuple[str, list[tuple[str, float]]]]:
                 told = [*told, *zip(choice.logprobs.tokens, numbers, strict=True)]
             found[choice.index] = text + choice.text, told
     return found
-
-
-def test_lm_eval_reads_its_scores(served: Served, wanted: list[list[Any]]) -> None:
-    """The request of `LocalCompletionsAPI`, version 0.4.13, and what its `parse_logprobs` makes of the answer."""
-    ids = [served.decoder.encode(text, raw=True) for text in TEXTS[:2]]
-    ends = [len(served.decoder.encode(LONG, raw=True))] * 2
-    asked = {"model": "x", "prompt": ids, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-    posted = httpx.post(f"{served.address}/v1/completions", json={**asked, "model": MODEL_ID}, timeout=PATIENCE_S)
-    found = []
-    for choice, end in zip(sorted(posted.json()["choices"], key=lambda one: one["index"]), ends, strict=True):
-        told = choice["logprobs"]
-        tops = zip(told["token_logprobs"][end:-1], told["top_logprobs"][end:-1], strict=True)
-        found.append((sum(told["token_logprobs"][end:-1]), all(own == max(top.values()) for own, top in tops)))
-    assert [logprob for logprob, _ in found] == pytest.approx(
-        [sum(numbers[end:]) for numbers, end in zip(wanted[:2], ends, strict=True)], abs=10 * TOLERANCE
-    )
-    written = served.engine.submit(Request(ids[0], max_new_tokens=5)).result(PATIENCE_S)
-    (choice,) = complete(served, [*ids[0], *written.token_ids], max_tokens=1).choices
-    tops = zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True)
-    assert all(own == max(top.values()) for own, top in [*tops][len(ids[0]) :]), "greedy text is told to be greedy"
 
 
 def test_the_token_that_ends_a_text_counts(tmp_path: Path) -> None:

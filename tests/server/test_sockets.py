@@ -88,15 +88,6 @@ def test_the_first_event_comes_at_once(looper: Path) -> None:
         until(begun.is_set)
 
 
-def test_comments_come_while_nothing_is_written(served: Served) -> None:
-    with before_steps(lambda: time.sleep(0.5)), connect(served) as first, connect(served) as second:
-        for client in (first, second):
-            client.sendall(request_bytes(ASKED | {"max_tokens": 2}))
-        assert read_until(first, b"[DONE]").count(b": waiting\n\n") > 1
-        assert read_until(second, b"[DONE]").count(b": waiting\n\n") > 5
-    until(served.rests)
-
-
 @pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR, None], ids=["half closed", "closed", "reset"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
 def test_a_client_that_hangs_up_is_dropped(served: Served, how: int | None, is_streamed: bool) -> None:
@@ -213,10 +204,3 @@ def test_nothing_is_left_of_clients_that_come_and_go(served: Served) -> None:
     except AssertionError:
         threads = sorted(thread.name for thread in threading.enumerate())
         raise AssertionError(f"{left()} files and threads, {most} allowed; now {threads}") from None
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
-def test_the_count_of_open_files_can_tell(served: Served) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    with connect(served):
-        assert len(os.listdir("/proc/self/fd")) > before

@@ -19,7 +19,6 @@ from marks import needs_cuda
 from shell import run_python
 
 from offload.errors import UserError
-from offload.machine import cpus_near, stay_on
 from offload.streaming import cuda as driver
 from offload.streaming.cuda import CudaDevice, StagingRing, open_device
 from offload.streaming.device import HOST
@@ -30,9 +29,7 @@ from offload.streaming.pinned import (
     PinnedAllocator,
     RefusedError,
     RegisteredPinning,
-    forget_cuda_error,
     sees_registered,
-    touch_pages,
 )
 
 GIB = 1 << 30
@@ -483,42 +480,6 @@ def test_children_of_a_fork_get_none_of_what_is_registered() -> None:
     assert "dc" in flags[at] and "dc" not in flags[plain.ctypes.data]
 
 
-def test_a_way_that_refused_is_asked_again_only_for_less() -> None:
-    class Wall:
-        name, is_seen = "wall", False
-
-        def __init__(self) -> None:
-            self.asked: list[int] = []
-
-        def allocate(self, num_bytes: int) -> np.ndarray:
-            self.asked.append(num_bytes)
-            if num_bytes > 5000:
-                raise RefusedError("a wall")
-            return np.zeros(num_bytes, np.uint8)
-
-        def free(self, array: np.ndarray) -> None: ...
-
-    wall = Wall()
-    arena = PinnedAllocator([wall])
-    assert [arena.allocate(size).is_pinned for size in (100_000, 100_000, 90_000, 4000)] == [False, False, False, True]
-    assert wall.asked == [100_000, 4000]
-    assert arena.pageable_bytes == 290_000 and arena.pinned_bytes == 4000
-
-
-def test_every_page_is_touched_before_it_is_registered_and_nobody_else_moves() -> None:
-    order: list[str] = []
-    runtime = SimpleNamespace(cudaHostRegister=lambda *_: order.append("register") or 0)
-    RegisteredPinning(runtime, lambda: None, lambda array: order.append("touch")).allocate(4096)
-    assert order == ["touch", "register"]
-    # Touching reaches every page and moves no other thread.
-    allowed = os.sched_getaffinity(0)
-    array = np.full(70 << 20, 1, np.uint8)
-    touch_pages(array, frozenset({min(allowed)}))
-    assert not array[::4096].any() and array[1::4096].all()
-    assert os.sched_getaffinity(0) == allowed, "only the threads that touch are bound"
-    stay_on(None)
-
-
 @pytest.mark.parametrize("answer", [(0, 1), (0, 0), (1, 1), None], ids=["yes", "no", "an error", "no driver"])
 def test_the_device_says_whether_its_kernels_see_registered_memory(answer: tuple[int, int] | None) -> None:
     """Attribute 91; where it cannot be asked, memory is not shown to kernels."""
@@ -537,41 +498,6 @@ def test_the_device_says_whether_its_kernels_see_registered_memory(answer: tuple
 
     assert sees_registered(1, open_library) == (answer == (0, 1))
     assert asked == ([] if answer is None else [(91, 1)])
-
-
-def test_every_loaded_runtime_forgets(tmp_path: Path) -> None:
-    """Its name may carry a hash, and a library that was replaced on disk is marked as deleted."""
-    maps = tmp_path / "maps"
-    maps.write_text(
-        "7f00-7f01 r-xp 00000000 08:01 1  /a/libcudart-9335f6a2.so.12\n"
-        "7f01-7f02 r--p 00000000 08:01 1  /a/libcudart-9335f6a2.so.12\n"
-        "7f02-7f03 r-xp 00000000 08:01 2  /with space/libcudart.so.13 (deleted)\n"
-        "7f03-7f04 r-xp 00000000 08:01 3  /usr/lib/libc.so.6\n"
-        "7ffd-7ffe rw-p 00000000 00:00 0\n"
-    )
-    asked: list[str] = []
-
-    def open_library(file: str) -> Any:
-        return SimpleNamespace(cudaGetLastError=lambda: asked.append(file))
-
-    forget_cuda_error(maps, open_library)
-    assert asked == ["/a/libcudart-9335f6a2.so.12", "/with space/libcudart.so.13"]
-    forget_cuda_error()  # without CUDA there is nothing to ask
-
-
-def test_processors_next_to_a_card(tmp_path: Path) -> None:
-    mine = sorted(os.sched_getaffinity(0))
-    card, node = tmp_path / "bus/pci/devices/0000:3b:00.0", tmp_path / "devices/system/node/node1"
-    for folder in (card, node):
-        folder.mkdir(parents=True)
-    assert cpus_near("0000:3B:00.0", tmp_path) is None, "the system does not say"
-    (card / "numa_node").write_text("-1\n")
-    assert cpus_near("0000:3B:00.0", tmp_path) is None, "a single node is -1"
-    (card / "numa_node").write_text("1\n")
-    (node / "cpulist").write_text(f"{mine[0]}-{mine[-1]},4000\n")
-    assert cpus_near("0000:3B:00.0", tmp_path) == frozenset(mine)
-    (node / "cpulist").write_text("4000-4001\n")
-    assert cpus_near("0000:3B:00.0", tmp_path) is None, "none of them is ours"
 
 
 @pytest.mark.gpu

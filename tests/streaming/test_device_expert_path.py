@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice, fake_arena
-from reciting import failing_reads
 from stored import quantised
 from strict_place import OnCard, StrictDevice, place
 from test_device_path import BUDGETS, device, pair_of, place_layers
@@ -23,7 +22,6 @@ from tiny import save
 import offload
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.engine.decoder import Decoder
-from offload.errors import ReadError
 from offload.planning.cost_model import NEVER
 from offload.streaming.expert_carrier import DeviceExpertCarrier
 from offload.streaming.experts import ExpertPool
@@ -89,31 +87,6 @@ def test_a_long_prompt_is_read_ahead(device: FakeDevice, base: Path, monkeypatch
             assert decoder.generate(prompt, max_new_tokens=6).token_ids == wanted
 
 
-def test_the_plan_decides_how_many_stay(device: FakeDevice, base: Path) -> None:
-    """Both budgets are its own; without a word from the test a model that fits comes in whole layers."""
-    target, _, wanted = pair_of("qwen3-moe", base)
-    with offload.load(target, tree="none", **LOAD) as decoder:
-        plan, pool = decoder.plan, poisoned(decoder)
-        assert len(pool._slots) == plan.num_expert_slots == plan.num_experts == 48
-        assert len(pool.carrier._slots) == plan.num_host_expert_slots == 2, "all pass through the host once"
-        assert pool.carrier.pinned.pinned_bytes <= plan.num_host_expert_slots * plan.expert_slot_bytes
-        assert plan.total_bytes <= plan.ram_bytes and plan.gpu_total_bytes <= plan.gpu_bytes
-        assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
-    with offload.load(target, tree="none", **{**LOAD, "experts": "auto"}) as decoder:
-        assert decoder.target.experts is None and decoder.plan.num_layer_slots == 0
-    # A small card leaves experts to the host.
-    target, _, wanted = pair_of("qwen3-moe", base)
-    roomy = offload.load(target, tree="none", **LOAD)
-    roomy.close()
-    num = roomy.plan.num_experts
-    smaller = roomy.plan.gpu_total_bytes - (num - 7) * roomy.plan.expert_slot_bytes
-    for experts in ("demand", "auto"):
-        with offload.load(target, tree="none", **{**LOAD, "gpu_memory": smaller, "experts": experts}) as decoder:
-            pool = poisoned(decoder)
-            assert (len(pool._slots), len(pool.carrier._slots)) == (7, num - 5), "two of seven are for those that pass"
-            assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
-
-
 def on_card(folder: Path, num_slots: int, num_host_slots: int, **more: int) -> Any:
     """On the strict place, its layers bound; to be used where that is entered."""
     device = FakeDevice(5)
@@ -144,15 +117,3 @@ def test_coded_experts_are_expanded_there(family: str, recipe: str, tmp_path: Pa
     with StrictDevice(), on_card(folder, 4, 3) as (model, pool):
         assert any(record.coded for record in pool.layouts)
         torch.testing.assert_close(logits_of(model, pool, cuts).held, wanted, **CLOSE)
-
-
-def test_a_disk_that_fails_ends_the_run_and_no_other(
-    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft, wanted = pair_of("qwen3-moe", base)
-    place_experts(monkeypatch, 4, 5, "RESIDENT")
-    with offload.load(target, draft, tree="8x3", **LOAD) as decoder:
-        poisoned(decoder)
-        with failing_reads(20), pytest.raises(ReadError, match="Input/output error"):
-            decoder.generate(prompts()[1], max_new_tokens=NUM_NEW)
-        assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW).token_ids == wanted[:NUM_NEW]

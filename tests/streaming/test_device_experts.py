@@ -6,7 +6,6 @@ gets to it, and whatever is overwritten holds NaN before.
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
+from fake_device import FakeDevice, ThreadStore, fake_arena
 from test_device_layers import LEAD_BYTES, layouts
 
 from offload.checkpoint.layout import BLOCK_BYTES
@@ -96,21 +95,6 @@ def test_every_kernel_sees_its_own_expert(num_slots: int, num_host_slots: int, a
                 assert not run(pool, device, chosen(6, num_chosen, seed))
 
 
-# With 24 slots of the host nothing is read twice into one.
-@pytest.mark.parametrize(
-    ("whose", "num_host_slots"), [("compute", 3), ("copies", 3), ("threads", 3), ("compute", 24), ("copies", 24)]
-)
-def test_a_forgotten_wait_shows(whose: str, num_host_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    how = forget_waits(monkeypatch, whose)
-
-    def wrong(seed: int) -> list[str]:
-        with pools(3, num_host_slots, seed=seed, **how) as (pool, device, _):
-            pool.poison_released = whose != "copies"  # which would wait in order with what is computed
-            return run(pool, device, chosen(6, 3, seed), pause=lambda: time.sleep(0.001))
-
-    assert any(wrong(seed) for seed in range(10)), f"no seed missed the wait of {whose}"
-
-
 def test_what_the_host_has_is_sent_without_waiting_for_anything() -> None:
     """A whole pass is enqueued while the device has not begun, and no thread has a part in it."""
     with pools(4, 24, haste=0.0) as (pool, device, store):
@@ -126,40 +110,6 @@ def test_what_the_host_has_is_sent_without_waiting_for_anything() -> None:
         assert (len(store.asked), device.num_host_waits, device.num_copies) == (asked, waits, copies)
         device.finish()
         assert device.num_copies - copies == pool.num_misses - 24 > 12
-
-
-def test_what_is_there_goes_first_several_are_read_at_once_and_the_disk_keeps_nothing_waiting() -> None:
-    with pools(8, 8, haste=0.0) as (pool, device, store):
-        assert not run(pool, device, [[[2], [], []]])
-        store.delay_s, order = 0.05, list[int]()
-        pool.begin_pass(1)
-        for expert, _, _ in pool.bring(0, [0, 1, 2, 3], [1] * 4):
-            order.append(expert)
-        assert order[0] == 2 and sorted(order) == [0, 1, 2, 3] and store.most_reading >= 4
-    # The first expert comes from a slow disk, those behind it from host memory.
-    with pools(3, 24) as (pool, device, store):
-        assert not run(pool, device, [[[], [1, 2], []], [[5, 6, 7], [], []]])
-        store.delay_s, order = 0.1, list[int]()
-        pool.begin_pass(1)
-        for expert, _, _ in pool.bring(1, [0, 1, 2], [1] * 3):
-            order.append(expert)
-        assert order == [1, 2, 0]
-
-
-def test_the_host_keeps_what_the_device_does_not_and_waiting_is_told_in_its_time() -> None:
-    """Together they hold as much as both have slots: of 16 experts in use none is read again."""
-    with pools(8 + 3, 8 + 3) as (pool, device, store):
-        often, seldom = [list(range(8)), [], []], [[], list(range(8)), []]
-        assert not run(pool, device, [often, often, seldom, often] * 12)
-        store.asked.clear()
-        assert not run(pool, device, [often, often, seldom, often] * 6)
-        assert not store.asked, Counter(store.asked)
-    # A copy takes a second of virtual time and a kernel none.
-    with pools(24, 24, haste=0.0) as (pool, device, _):
-        assert not run(pool, device, [[[0, 1, 2], [], []]])
-        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES
-        assert not run(pool, device, [[[0, 1, 2], [], []]])
-        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES
 
 
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

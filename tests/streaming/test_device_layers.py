@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeDevice, ThreadStore, fake_arena, forget_waits
+from fake_device import FakeDevice, ThreadStore, fake_arena
 from waiting import until
 
-from offload.bench.harness.steps import Event
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
 from offload.memory.tiers import LayerTier
@@ -106,21 +105,6 @@ def test_every_kernel_sees_its_own_layer(kind: str, num_slots: int) -> None:
             assert not sweeps(stream, device)
 
 
-@pytest.mark.parametrize(
-    ("whose", "kind"),
-    [("compute", "host"), ("compute", "disk"), ("copies", "host"), ("copies", "mixed"), ("threads", "disk")],
-)
-def test_a_forgotten_wait_shows(whose: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among threads: a pinned buffer is read into before its copy is done."""
-    how = forget_waits(monkeypatch, whose)
-
-    def wrong(seed: int) -> list[str]:
-        with streaming(TIERS[kind], seed=seed, **how) as (stream, device, _):
-            return sweeps(stream, device, pause=lambda: time.sleep(0.001 if whose == "threads" else 0))
-
-    assert any(wrong(seed) for seed in range(10)), f"no seed missed the wait of {whose}"
-
-
 def test_pinned_buffers_wait_for_their_copies_and_host_layers_for_nothing() -> None:
     """With copies that nothing hurries, the reader stops at the buffers it has."""
     with streaming(TIERS["disk"], num_slots=3, haste=0.0) as (stream, device, store):
@@ -134,38 +118,6 @@ def test_pinned_buffers_wait_for_their_copies_and_host_layers_for_nothing() -> N
         device.finish()
         assert device.num_copies == NUM_LAYERS + 3
         assert stream.bytes_read == NUM_LAYERS * BLOCK_BYTES
-
-
-def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
-    tiers = [D, H, H, H, H, H, H]
-    with streaming(tiers, num_slots=3) as (stream, device, store):
-        assert not sweeps(stream, device, count=1)
-        until(lambda: len(stream.cycle._transfers) == 3 and stream.cycle._transfers[0].parts[0].done())
-        store.delay_s = 0.3
-        assert not sweeps(stream, device, count=1)  # layer 0 was there; layer 0 of the next sweep is now slow
-        transfers = stream.cycle._transfers
-        assert [transfer.block for transfer in transfers] == [0, 1, 2]
-        assert [transfer.parts[0].done() for transfer in transfers[1:]] == [True, True]
-        assert not sweeps(stream, device, count=1)
-
-
-def test_a_layer_from_disk_is_handed_out_before_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that sends it waits for the copy, to use the buffer again; the computing thread does not."""
-    is_acquired, in_time, synchronize = threading.Event(), list[bool](), FakeDevice.synchronize
-
-    def wait(self: FakeDevice, event: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            in_time.append(is_acquired.wait(20))
-        synchronize(self, event)
-
-    monkeypatch.setattr(FakeDevice, "synchronize", wait)
-    with streaming(TIERS["disk"], haste=0.0) as (stream, device, _):
-        stream.acquire(0)
-        assert device.num_copies == 0
-        is_acquired.set()
-        stream.release(0)
-        assert not sweeps(stream, device, count=2)
-    assert in_time and all(in_time)
 
 
 @pytest.mark.parametrize(
@@ -231,17 +183,6 @@ def test_stall_is_what_compute_waited_and_nobody_waits_to_learn_it() -> None:
         device.finish()
         assert stream.stall_s == NUM_LAYERS
         assert stream.stall_s == NUM_LAYERS, "counted once"
-
-
-def test_everything_resident_moves_nothing_and_loading_tells_what_landed() -> None:
-    with streaming(TIERS["resident"], num_slots=0) as (stream, device, store):
-        assert not sweeps(stream, device)
-        assert stream.bytes_read == 0 and stream.stall_s == 0 and sorted(store.asked) == list(range(NUM_LAYERS))
-    # Loading tells what landed.
-    landed = list[int]()
-    with closing(own_store()) as store, closing(layers_over(store, TIERS["mixed"], 2, FakeDevice())) as stream:
-        stream.load_resident(landed.append)
-    assert landed == [BLOCK_BYTES] * 4, "one on the device, three in host memory"
 
 
 def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
@@ -311,67 +252,3 @@ def test_a_reader_thread_that_breaks_is_heard_and_a_dropped_read_has_ended(monke
         assert all(torch.equal(buffer, before) for buffer, before in zip(buffers, held, strict=True))
         store.delay_s = 0
         assert not sweeps(stream, device, count=1)
-
-
-KERNEL_S = 3.0
-
-
-def timed_sweep(stream: LayerStream, device: FakeDevice) -> None:
-    def work() -> None:
-        device.compute.now += KERNEL_S
-
-    stream.begin_sweep()
-    for layer in range(NUM_LAYERS):
-        stream.acquire(layer)
-        device.launch(work)
-        stream.release(layer)
-
-
-def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")) -> dict[str, list[Event]]:
-    """Return the spans of two sweeps, by kind, in the order of their starts."""
-    told: list[Event] = []
-    with streaming(TIERS[kind], num_slots, limit_bytes=limit_bytes) as (stream, device, _):
-        timed_sweep(stream, device)
-        device.finish()
-        stream.carrier.spans.listener = lambda *span: told.append(Event(*span))
-        assert stream.carrier.spans.listener is not None
-        waits = device.num_host_waits
-        for _ in range(2):
-            timed_sweep(stream, device)
-        until(lambda: all(transfer.parts[0].done() for transfer in stream.cycle._transfers))
-        device.finish()
-        if kind == "host" and limit_bytes:
-            assert device.num_host_waits == waits, "the host waited for the device to learn the times"
-        assert not told, "nothing is told before it is asked for"
-        stream.carrier.spans.listener = None
-        assert stream.carrier.spans.listener is None
-        timed_sweep(stream, device)
-        device.finish()
-    assert {event.kind for event in told} <= {"copy", "wait", "compute"}
-    by_start = sorted(told, key=lambda event: (event.start_s, event.end_s))
-    return {kind: [event for event in by_start if event.kind == kind] for kind in ("copy", "wait", "compute")}
-
-
-@pytest.mark.parametrize("kind", TIERS)
-def test_every_layer_is_told_in_the_order_of_its_use(kind: str) -> None:
-    spans = spans_of(kind)
-    streamed = [layer for layer, tier in enumerate(TIERS[kind]) if tier is not LayerTier.RESIDENT]
-    assert [event.layer for event in spans["compute"]] == [*range(NUM_LAYERS)] * 2
-    assert [event.layer for event in spans["wait"]] == streamed * 2
-    copies = spans["copy"]
-    if kind in ("host", "disk"):  # a layer from disk may be sent after one behind it that lies in memory
-        begins = streamed.index(copies[0].layer)
-        assert [event.layer for event in copies] == [*streamed * 4][begins : begins + len(copies)]
-    assert {event.layer for event in copies} == set(streamed)
-    for event in copies:
-        assert event.end_s - event.start_s == pytest.approx(1), "a copy is told without the wait for its slot"
-    for event in spans["compute"]:
-        assert event.end_s - event.start_s == pytest.approx(KERNEL_S), "waiting is no part of it"
-    for one, two in pairwise(copies):
-        assert one.end_s <= two.start_s + 1e-9, "copies follow one another"
-
-
-def test_pieces_through_a_bounce_buffer_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1000)
-    spans = spans_of("host", limit_bytes=0)
-    assert spans["copy"] and all(event.end_s - event.start_s >= 5 - 1e-9 for event in spans["copy"])

@@ -15,32 +15,22 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
-from in_memory import in_memory
 from marks import needs_cuda
 from matrix import matrix
 from test_tiny import prompts, reference
 from tiny import FAMILIES, build, displaced, save, save_pair
 
 import offload
-from offload.calibration import link as card_link
-from offload.checkpoint.open import open_checkpoint
-from offload.distributed.service import serving
 from offload.drafting.model_drafter import ModelDrafter
-from offload.engine import decoder_lock as turn
-from offload.engine.build import resident_model
 from offload.engine.request import Request
 from offload.engine.service import Engine
-from offload.engine.setup import Setup
 from offload.memory import planner
 from offload.memory.planner import MemoryPlan
 from offload.memory.tiers import LayerTier
 from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
-from offload.planning.knowledge import LinkRate
 from offload.sampling_options import Sampling
 from offload.streaming.carriers import DeviceCarrier
-from offload.streaming.device import HOST
-from offload.streaming.disk import DiskReader
 from offload.streaming.layers import LayerStream
 
 TREES = ("none", "8x3", "64x16")
@@ -131,22 +121,6 @@ def test_the_plan_decides_where_layers_lie(device: FakeDevice, base: Path, monke
         assert decoder.generate(prompts()[1], max_new_tokens=20).token_ids == wanted[:20]
 
 
-@pytest.mark.parametrize("tiers", ["pinned", "all three"])
-def test_an_automatic_tree_goes_by_the_link_to_the_card(
-    tiers: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy takes a virtual second, however large: the link of the fake GPU is as slow as that."""
-    target, draft, wanted = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS[tiers])
-    seen: list[LinkRate] = []
-    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
-    link = Setup.link
-    monkeypatch.setattr(Setup, "link", lambda setup, most: seen.append(link(setup, most)) or seen[-1])
-    with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
-        assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted[:12]
-    assert [rate.bytes_per_s for rate in seen] == [pytest.approx(1 << 16)], "the disk behind it is faster"
-
-
 def test_a_run_goes_on_from_one_that_was_stopped(
     device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,32 +140,6 @@ def test_a_run_goes_on_from_one_that_was_stopped(
         list(run)
         assert run.result().token_ids == wanted[7:27]
         assert len(prompt) <= run.result().stats.num_kept_tokens < len(prompt) + 7
-
-
-def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
-    """On the meta device everything that was sent can be told from what stayed behind."""
-    for family in ("llama", "llama-tied", "gemma3"):
-        target, _ = save_pair(FAMILIES[family](), tmp_path / family)
-        checkpoint = open_checkpoint(target)
-        model = TreeModel(checkpoint, torch_device=torch.device("meta"), has_host_table=True)
-        store = DiskReader(checkpoint.shards)
-        try:
-            model.bind_rest(store.fetch(model.rest_layout))
-            model.bind_layer(0, store.fetch(model.layer_layouts[0]))
-        finally:
-            store.close()
-        meta_model = model.meta_model
-        assert meta_model.get_input_embeddings().weight.device.type == "cpu"
-        assert meta_model.get_output_embeddings().weight.device.type == "meta"
-        assert meta_model.get_decoder().norm.weight.device.type == "meta"
-        assert {p.device.type for p in meta_model.get_decoder().layers[0].parameters()} == {"meta"}
-        tables = dict(meta_model.get_input_embeddings().named_buffers())
-        assert {buffer.device.type for buffer in tables.values()} <= {"cpu"}
-        others = {name: b.device.type for name, b in meta_model.named_buffers() if "embed" not in name}
-        assert others and set(others.values()) == {"meta"}
-        rows = meta_model.get_input_embeddings()(torch.tensor([[1, 2]]))
-        assert rows.device.type == "meta", "rows are gathered on the host and sent"
-        model.close()
 
 
 @pytest.mark.parametrize("remainder", [0, 8, 248])
@@ -215,32 +163,6 @@ def test_weights_begin_where_wide_loads_can(
         layouts = decoder.target.stream.carrier.layouts
     assert {layout.slab_bytes - layout.sent.stop for layout in layouts} == {0}
     assert seen == {(layer, 0) for layer in range(4)}
-
-
-@pytest.mark.parametrize("remainder", [0, 8, 248])
-def test_a_layer_that_is_sent_at_once_begins_with_its_first_weight(remainder: int, tmp_path: Path) -> None:
-    """As those of the draft, which a GPU gets in memory of their own; the others lie there one by one."""
-    target = displaced(save(build(FAMILIES["llama"]()), tmp_path, max_shard_size="1GB"), remainder, 256)
-    model = resident_model(open_checkpoint(target), "float32", torch.device("meta"))
-    weights = [weight for layer in model.meta_model.get_decoder().layers for weight in layer.parameters()]
-    assert len(weights) == 4 * 9 and all(weight.storage_offset() * 4 % 256 == 0 for weight in weights)
-    assert min(weight.storage_offset() for weight in weights) == 0
-    assert model.meta_model.get_output_embeddings().weight.storage_offset() == 0
-
-
-def test_views_of_a_slot_are_made_once(base: Path) -> None:
-    target = pair_of("llama", base)[0]
-    checkpoint = open_checkpoint(target)
-    model, store = TreeModel(checkpoint), DiskReader(checkpoint.shards)
-    layout = model.layer_layouts[0]
-    slots = [torch.from_numpy(store.fetch(layout)) for _ in range(2)]
-    bound = []
-    for slot in (slots[0], slots[1], slots[0]):
-        model.bind_layer(0, slot)
-        bound.append(model.meta_model.get_decoder().layers[0].mlp.up_proj.weight)
-        model.unbind_layer(0)
-    assert bound[0] is bound[2] and bound[0].data_ptr() != bound[1].data_ptr()
-    store.close()
 
 
 @pytest.mark.gpu
@@ -333,32 +255,3 @@ def test_every_pass_is_computed_there(watch: Watch, base: Path) -> None:
     assert {name for name, _, __ in watch.seen} == {f"{kind.__name__}.{name}" for kind, name in COMPUTES}
     assert {"MainThread", "offload-engine"} <= {thread for _, thread, __ in watch.seen}
     assert not watch.astray()
-
-
-def test_a_turn_that_stands_anywhere_is_found(watch: Watch, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def elsewhere(self: turn.DecoderLock) -> Iterator[None]:
-        with self._lock:
-            yield
-
-    monkeypatch.setattr(turn.DecoderLock, "taken", elsewhere)
-    use(watch, base)
-    assert {"offload-engine", "MainThread"} <= {thread for _, thread in watch.astray()}
-
-
-def test_services_of_stages_are_computed_there() -> None:
-    device, seen = OneDevice(), list[bool]()
-    for one in (device, HOST):
-        with serving([lambda: seen.append(device.is_entered)] * 2, in_memory(1)[0], one):
-            pass
-    assert seen == [True, True, False, False]
-
-
-def test_a_closed_decoder_keeps_nothing_by_its_turn(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a turn enters is the device's, not the target's: its weights would stay."""
-    place_layers(monkeypatch, *TIERS["pinned"])
-    target, _, __ = pair_of("llama", base)
-    decoder = offload.load(target, device=FakeDevice(), tree="none", context=64, threads=1, **BUDGETS)
-    held = decoder.lock._computing
-    decoder.close()
-    assert isinstance(held.__self__, FakeDevice)  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
 """Which expert stays and which gives way: the promises of the cache, on passes that are made up."""
 
 import random
-import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from offload.streaming import expert_cache
-from offload.streaming.expert_cache import HALF_LIVES_TOKENS, ExpertCache, warm_order
+from offload.streaming.expert_cache import HALF_LIVES_TOKENS, ExpertCache
 
 
 def cache_of(num_blocks: int, num_slots: int, **more: Any) -> ExpertCache:
@@ -115,68 +114,6 @@ def test_at_most_a_few_slots_pass_at_once_and_a_failed_read_leaves_an_empty_one(
     cache.forget(6)
 
 
-def test_a_warm_start_keeps_what_was_counted_and_uses_are_shares_of_rows_lately() -> None:
-    uses = np.zeros(100)
-    uses[[5, 70]] = 0.3, 0.9
-    assert warm_order(uses).tolist() == [70, 5]
-    cache = cache_of(100, 4, uses_B=uses)
-    for block in (5, 70, 1, 2, 3, 4, 6, 7):
-        assert cache.make_room(block) is not None
-        cache.release(block)
-    assert list(kept(cache))[:2] == [70, 5]
-    with pytest.raises(AssertionError, match="one share"):
-        cache_of(100, 4, uses_B=[1.0])
-    # Uses are shares of rows lately.
-    cache, rng = cache_of(10, 4), random.Random(0)
-    for _ in range(1000):
-        cache.begin_pass()
-        cache.use([1, rng.choice([2, 3])])
-    assert cache.uses_B[[1, 2, 3, 4]].tolist() == pytest.approx([1, 0.5, 0.5, 0], abs=0.2)
-    for _ in range(200):
-        cache.begin_pass()
-        cache.use([5])
-    assert cache.uses_B[[1, 5]].tolist() == pytest.approx([0, 1], abs=0.05)
-    cache.begin_pass(100_000)
-    cache.use([6, 7], [100_000, 50_000])
-    assert cache.uses_B[6] == pytest.approx(2 * cache.uses_B[7]) and cache.uses_B[7] > 100 * cache.uses_B[5]
-
-
-@pytest.mark.parametrize(("stay", "wins"), [(1, 0), (400, 1)])
-def test_it_is_learnt_whether_habits_are_short_or_long(stay: int, wins: int) -> None:
-    """Blocks that are drawn anew all the time have a popularity alone; such as stay for some tokens a recency."""
-    cache, rng = cache_of(40, 4), np.random.default_rng(0)
-    popular = np.array([0.5] * 4 + [0.05] * 36)
-    for number in range(600):
-        if stay == 1:
-            chosen = np.flatnonzero(rng.random(40) < popular)
-        elif number % 8 == 0:
-            chosen = rng.choice(40, size=4, replace=False)
-        cache.begin_pass()
-        cache.use(chosen)
-    cache.begin_pass()
-    quick, slow = cache._weights_2
-    assert (quick > slow) == bool(wins), (quick, slow)
-
-
-def test_a_prompt_tells_what_is_popular_and_of_two_alike_the_one_ahead_stays() -> None:
-    """By the rows that need a block, even where one run needs everything once."""
-    cache, rows = cache_of(200, 30), np.ones(200, dtype=int)
-    rows[150:170] = 100
-    cache.begin_pass(512)
-    cache.use(np.arange(200), rows)
-    need(cache, list(range(200)), uses=False)
-    assert set(range(150, 170)) <= set(kept(cache))
-    # Of two that are as popular the one ahead stays.
-    cache = cache_of(100, 4)
-    cache.begin_pass()
-    cache.use([10, 20, 80, 90])
-    for block in (80, 10, 90, 20):
-        cache.make_room(block), cache.release(block)
-    cache.use([50], 2)
-    assert cache.make_room(50) is not None
-    assert sorted(kept(cache)) in ([10, 50, 80, 90], [20, 50, 80, 90])
-
-
 def test_any_order_of_calls_keeps_the_books() -> None:
     """Against a plain model of what is there and who holds it."""
     rng, cache, holds = random.Random(1), ExpertCache(60, 12, num_passing=4), dict[int, int]()
@@ -205,28 +142,6 @@ def test_any_order_of_calls_keeps_the_books() -> None:
         else:
             assert holds, "None where nothing is held"
         assert sorted(kept(cache)) == sorted(place_of)
-
-
-def test_a_decision_looks_at_no_slot_in_python() -> None:
-    """It calls as many functions in a pool of ten times the slots: what is searched is searched by NumPy."""
-
-    def num_calls(num_slots: int) -> int:
-        cache, rng, num = cache_of(15_000, num_slots), random.Random(2), 0
-        for _ in range(20):
-            cache.begin_pass()
-            need(cache, rng.sample(range(15_000), 200))
-
-        def count(*_: object) -> None:
-            nonlocal num
-            num += 1
-
-        blocks = rng.sample(range(15_000), 200)
-        sys.setprofile(count)
-        need(cache, blocks)
-        sys.setprofile(None)
-        return num
-
-    assert num_calls(3000) < 1.2 * num_calls(300)
 
 
 def routed(num_texts: int = 3, num_tokens: int = 150) -> list[list[list[int]]]:

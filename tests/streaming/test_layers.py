@@ -2,11 +2,10 @@
 
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -25,9 +24,8 @@ from offload.errors import ReadError
 from offload.model.tree_model import TreeModel
 from offload.streaming.carriers import Carrier
 from offload.streaming.device import HOST
-from offload.streaming.disk import ByteSource, DiskReader, finish
+from offload.streaming.disk import DiskReader, finish
 from offload.streaming.layers import LayerStream
-from offload.streaming.slot_cycle import SlotCycle
 
 NUM_LAYERS = 5
 LAYOUTS = [SlabLayout((), {"w": Placed("F32", (4,), 0)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)]
@@ -90,26 +88,6 @@ def test_sweeps_follow_one_another_without_a_gap(num_slots: int, resident: set[i
     assert len(store.asked) == num_first + 3 * len(streamed), "a resident layer was read again"
 
 
-def test_everything_resident_needs_no_slots_and_layers_come_in_order() -> None:
-    store = ToldStore()
-    stream = stream_over(store, set(range(NUM_LAYERS)), 0)
-    for _ in range(2):
-        sweep(stream)
-    assert store.asked == list(range(NUM_LAYERS)) and stream.stall_s == 0
-    # Layers out of order are our own bug.
-    stream = stream_over(ToldStore(), set(), 2)
-    with pytest.raises(AssertionError, match="block 1 acquired out of order"):
-        stream.acquire(1)
-    # A cycle may have blocks that come once alone.
-    cycle = SlotCycle(lambda *_: [], [], [torch.empty(1)] * 2)
-    cycle.start(None, [5, 6])
-    assert not cycle.is_at_start, "they stand before it"
-    for block in (5, 6):
-        cycle.acquire(block)
-        cycle.release(block)
-    assert cycle.is_at_start
-
-
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_a_slot_is_refilled_only_after_its_release(num_slots: int) -> None:
     """While layers are held, no read may touch their slots; so holding all of them stops the stream."""
@@ -122,17 +100,6 @@ def test_a_slot_is_refilled_only_after_its_release(num_slots: int) -> None:
     stream.release(0)
     assert store.asked[num_slots:] == [num_slots % NUM_LAYERS]
     assert int(held[0][0]) == num_slots % NUM_LAYERS, "the released slot takes the next layer"
-
-
-def test_a_released_slot_can_be_poisoned() -> None:
-    store = ToldStore(at_once=False)
-    stream = stream_over(store, set(), 2)
-    stream.poison_released = True
-    store.finish(0)
-    slab = stream.acquire(0)
-    stream.release(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert slab.view(dtype).isnan().all()
 
 
 def test_a_layer_is_handed_out_only_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,40 +169,6 @@ def test_begin_sweep_waits_for_readers_that_still_write() -> None:
     sweep(stream)
 
 
-def test_a_new_beginning_and_the_end_drop_what_is_queued() -> None:
-    store = ToldStore(at_once=False)
-    stream = stream_over(store, set(), 2)
-    store.finish(0)
-    stream.acquire(0)
-    stream.release(0)
-    queued = [future for _, _, future in store.waiting]
-    stream.begin_sweep()
-    assert queued and all(future.cancelled() for future in queued)
-    # Closing drops what is queued and the memory.
-    store = ToldStore(at_once=False)
-    stream = stream_over(store, set(), 2)
-    slots = [weakref.ref(transfer.slot) for transfer in stream.cycle._transfers]
-    queued = [future for _, _, future in store.waiting]
-    store.waiting.clear()
-    stream.close()
-    assert len(queued) == 2 and all(future.cancelled() for future in queued)
-    assert all(slot() is None for slot in slots)
-
-
-def test_every_copy_wait_and_use_is_told() -> None:
-    store, told = ToldStore(), list[tuple[str, int]]()
-    stream = stream_over(store, {3}, 2)
-    sweep(stream)
-    spans = stream.carrier.spans
-    spans.listener = lambda kind, layer, start_s, end_s: told.append((kind, layer)) if start_s <= end_s else None
-    sweep(stream)
-    assert not told, "nothing is told before it is asked for"
-    stream.carrier.spans.listener = None
-    sweep(stream)
-    layers = {kind: [layer for own, layer in told if own == kind] for kind, _ in told}
-    assert layers == {"copy": [2, 4, 0, 1], "wait": [0, 1, 2, 4], "compute": [0, 1, 2, 3, 4]}
-
-
 @pytest.fixture
 def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
     path = tmp_path / "model.safetensors"
@@ -292,41 +225,6 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
         for more, num_sweeps in zip(np.diff(figures).tolist(), (9, 4, 9), strict=True):
             assert more % num_sweeps == 0
             assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
-
-
-class MemorySource(ByteSource):
-    opened: ClassVar[list["MemorySource"]] = []
-    note, reading_s = None, 0.0  # type: ignore[assignment]
-
-    def __init__(self, paths: Sequence[Path], rate_limit_bytes_per_s: float | None = None, **_: object) -> None:
-        self.paths, self.rate_limit_bytes_per_s, self.num_reads = paths, rate_limit_bytes_per_s, 0
-        self._files = [np.fromfile(path, np.uint8) for path in paths]
-        self.opened.append(self)
-
-    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        self.num_reads += 1
-        for shard, lo, hi, slab_lo in layout.pieces:
-            slab[slab_lo : slab_lo + hi - lo] = self._files[shard][lo:hi]
-        done = Future[None]()
-        done.set_result(None)
-        return [done]
-
-    def close(self) -> None:
-        self._files.clear()
-
-
-@pytest.mark.usefixtures("_no_weights")
-def test_bytes_may_come_from_anywhere(tmp_path: Path) -> None:
-    target, _ = tiny_target(tmp_path)
-    MemorySource.opened.clear()
-    with offload.load(
-        target, target, 1 << 30, "2x1", context=128, threads=1, open_source=MemorySource, link_limit="1GB"
-    ) as decoder:
-        assert len(decoder.generate([5, 6, 7], max_new_tokens=3).token_ids) == 3
-    source, draft = MemorySource.opened
-    assert source.num_reads == draft.num_reads == 1 + 4, "embeddings and head, and the layers"
-    assert (source.rate_limit_bytes_per_s, draft.rate_limit_bytes_per_s) == (10**9, None)
-    assert not source._files and not draft._files, "both are closed"
 
 
 def logits_of_a_generation(target: Path, ram: int) -> list[torch.Tensor]:

@@ -11,22 +11,15 @@ import torch
 from marks import needs_cuda
 from shell import shell
 from test_cuda_graphs import passes
-from test_device_path import NUM_NEW, TIERS, TREES, pair_of, place_layers
+from test_device_path import NUM_NEW, TIERS, pair_of, place_layers
 from test_tiny import prompts
 
 import offload
 from offload.bench.gpu import experts
-from offload.bench.gpu import promised as bench
-from offload.bench.harness import synthetic
-from offload.bench.harness.models import place_of, resident_pair
-from offload.bench.harness.steps import record_steps
-from offload.bench.harness.synthetic import TINY, TINY_DRAFT
-from offload.bench.latency.exact import gates
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.packaged import PAIR, PROMPT
 from offload.engine import build
 from offload.kernels.registry import KERNELS
-from offload.memory.planner import GPU_RUNTIME_BYTES
 from offload.model.cuda_graphs import CudaRecorder, use_graphs
 from offload.model.kv_cache import KVCache
 from offload.reports.trace_acceptance import given_trace
@@ -44,22 +37,12 @@ from offload.streaming.pinned import (
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 PLACE = torch.device("cuda", 0)
-GATES = [
-    "gate: float32 greedy ids equal transformers",
-    *(f"gate: bf16, {tree}: gap of the reference where ids part" for tree in ("none", "64x16")),
-    *(f"gate: {dtype}, ids of all trees are those of none" for dtype in ("bfloat16", "float16")),
-]
 HOW: dict[str, Any] = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB", "context": 128, "profile": "none"}
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[int]]:
     return pair_of("llama", tmp_path_factory.mktemp("pairs"))
-
-
-def test_both_types_pass_the_gate_of_the_bench() -> None:
-    rows = [*gates(resident_pair("4GiB")._replace(**place_of("cuda", "2GiB")), PROMPT, 60)]
-    assert [row["row"] for row in rows] == GATES and all(row["is_met"] for row in rows)
 
 
 def test_a_tree_is_chosen_by_what_the_card_takes(pair: tuple[Path, Path, list[int]]) -> None:
@@ -138,24 +121,6 @@ def test_noise_is_that_of_the_cpu(pair: tuple[Path, Path, list[int]]) -> None:
     assert written[0] == written[1]
 
 
-def test_the_cards_clock_tells_what_happened(
-    pair: tuple[Path, Path, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft, wanted = pair
-    place_layers(monkeypatch, *TIERS["pinned"])
-    with offload.load(target, draft, tree="8x3", **HOW) as decoder:
-        timeline, new_ids = record_steps(decoder, prompts()[1], "8x3", 3)
-    assert new_ids == wanted[: len(new_ids)]
-    events = timeline.events()
-    kinds = [event.kind for event in events]
-    assert kinds.count("compute") == kinds.count("wait") == 12 and kinds.count("copy") >= 10
-    assert all(event.start_s <= event.end_s for event in events)
-    begin = min(event.start_s for event in events if event.kind == "draft")
-    end = max(event.end_s for event in events if event.kind == "verify")
-    used = [event for event in events if event.kind == "compute"]
-    assert begin < min(event.start_s for event in used) and max(event.end_s for event in used) < end
-
-
 def test_recordings_on_one_cache_after_another(pair: tuple[Path, Path, list[int]]) -> None:
     """Those of the first are dropped, and their pool of memory with them."""
     checkpoint = open_checkpoint(pair[0])
@@ -179,23 +144,6 @@ def test_the_command_line_writes_on_the_card() -> None:
     assert result["text"] and result["stats"]["peak_device_bytes"] <= 2 << 30
     outcome = shell("generate", *models_of, *options[:2], "--gpu-mem", "1MiB", "-p", PROMPT)
     assert outcome.code == 2 and "raise --gpu-mem to" in outcome.err and outcome.err.count("\n") == 1
-
-
-def test_the_bench_runs_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever line of it breaks on a GPU breaks here, in seconds."""
-    monkeypatch.setattr(synthetic, "LLAMA_2_70B", TINY)
-    monkeypatch.setattr(synthetic, "LLAMA_2_7B", TINY_DRAFT)
-    monkeypatch.setattr(bench, "Amounts", lambda: bench.TINY._replace(sizes=(1, 8, 64), hidden_size=64, trees=TREES))
-    results = list[dict[str, Any]]()
-    # the reference of the gate needs room of its own; all else has so little that layers stream
-    little = f"{(GPU_RUNTIME_BYTES >> 20) + 160}MiB"
-    for parts, gpu_memory in ((["gate", "experts"], "3GiB"), ([*bench.PROMISED][2:], little)):
-        flags = [word for part in parts for word in ("--part", part)]
-        outcome = shell("bench", "device", "--layers", "8", "--gpu-mem", gpu_memory, *flags)
-        results.append(json.loads(outcome.out.splitlines()[-1]))
-    assert [row["error"] for result in results for row in result["rows"] if "error" in row] == []
-    promises = [one for result in results for one in result["promises"]]
-    assert {one["promise"] for one in promises if one["is_met"]} >= {"exact", "soak", "memory"}, promises
 
 
 class Place(NamedTuple):

@@ -5,29 +5,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from gguf_files import MODELS, write_gguf
 from matrix import matrix
 from quantised import save_quantised
 from safetensors.torch import load_file, save_file
 from shell import shell
-from small_llama import inflate, save_small
 from stored import change_tensor
 from tiny import FAMILIES, Pair, build, save, streaming_ram
-from transformers import GPTNeoXConfig
 
 import offload
-from offload.checkpoint.layout import SlabLayout, SlabRead
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.whole import open_whole
-from offload.engine.hooks import Hooks
-from offload.engine.load import open_decoder
 from offload.integrity import verify
-from offload.memory.tiers import LayerTier
-from offload.planning.load_options import LoadOptions
-from offload.streaming import scan as sights
 
 CONTEXT, PROMPT = 64, [5, 9, 2]
 LAYER, EMBEDDING = "model.layers.2.mlp.down_proj.weight", "model.embed_tokens.weight"
@@ -106,163 +96,10 @@ def test_a_draft_and_experts_as_they_come_are_looked_at_as_well(tmp_path: Path, 
     assert "layers.3.mlp.experts" in damage_of(model, experts="demand")
 
 
-@pytest.mark.parametrize("recipe", ["fp8-block", "gptq"])
-def test_words_of_coded_weights(recipe: str, plain: Path, tmp_path: Path) -> None:
-    folder = save_quantised(plain, recipe, tmp_path / recipe).directory
-    assert not notes_of(folder)[1]
-    end = ".weight" if recipe == "fp8-block" else ".qweight"
-    words = LAYER.removesuffix(".weight") + end
-    model = changed(folder, tmp_path / "zero", words, lambda tensor: tensor.view(torch.uint8).zero_())
-    assert any(note.startswith(f"all zero: {LAYER}") for note in notes_of(model)[1])
-    if recipe == "fp8-block":
-        model = changed(folder, tmp_path / "nan", words, lambda tensor: tensor.view(torch.uint8)[0, 0].fill_(0xFF))
-        assert LAYER in damage_of(model)
-
-
-def test_scales_of_gguf_blocks(tmp_path: Path) -> None:
-    def break_one(name: str, rows: np.ndarray) -> np.ndarray:
-        if name == "blk.1.ffn_up.weight":
-            rows = rows.copy()
-            rows[3, :2] = np.array([0x7E00], "<u2").view(np.uint8)
-        return rows
-
-    assert not notes_of(write_gguf(MODELS["llama"](), tmp_path / "sound.gguf", "Q8_0").path)[1]
-    model = write_gguf(MODELS["llama"](), tmp_path / "bad.gguf", "Q8_0", changed=break_one).path
-    assert "model.layers.1.mlp.up_proj.weight" in damage_of(model)
-
-
-@pytest.mark.parametrize("how", ["streamed", "resident"])
-def test_odd_weights_are_told_after_the_first_sweep(how: str, plain: Path, tmp_path: Path) -> None:
-    model = changed(plain, tmp_path / "zero", LAYER, lambda tensor: tensor.zero_())
-    model = changed(model, tmp_path / "both", "model.layers.0.input_layernorm.weight", lambda tensor: tensor.fill_(3e6))
-    heard, ram = list[str](), streaming_ram(plain) if how == "streamed" else "1GiB"
-    before, after = notes_of(model, ram=ram)
-    assert not any("all zero" in note or "as large" in note for note in before)
-    assert [note.split(":")[0] for note in after] == ["all zero", "numbers as large as 3.0e+06, as no model has"]
-    assert LAYER in after[0] and all(note.endswith("offload verify says how much is damaged") for note in after)
-    options = LoadOptions(model, ram=ram, context=CONTEXT, threads=1)
-    with open_decoder(options, hooks=Hooks(on_note=heard.append)) as decoder:
-        decoder.generate(PROMPT, max_new_tokens=2)
-    assert heard == after
-
-
 @matrix("family", FAMILIES, always=["llama"], daily=3)
 def test_sound_models_of_every_family_are_not_remarked_on(family: str, tmp_path: Path) -> None:
     model = save(build(FAMILIES[family]()), tmp_path / family)
     assert notes_of(model)[1] == []
-
-
-def test_a_mask_of_older_files_is_no_weight(tmp_path: Path) -> None:
-    """-1e9 in float16 is infinite; it lies in the gap between two weights, and is read with them."""
-    small = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
-    model = save(build(GPTNeoXConfig(vocab_size=128, **small)).half(), tmp_path / "model", max_shard_size="1GB")
-    path = model / "model.safetensors"
-    masks = {f"gpt_neox.layers.{index}.attention.masked_bias": torch.tensor(-1e9).half() for index in range(3)}
-    save_file({**load_file(path), **masks}, path, {"format": "pt"})
-    assert notes_of(model)[1] == []
-    report = verify(open_whole(str(model)), None, progress=lambda done, total: None)
-    assert not report.damage and not report.notes
-
-
-def test_inflated_models_have_zeros_and_say_so(tmp_path: Path) -> None:
-    folder = inflate(save_small(tmp_path / "small", dtype=torch.bfloat16), tmp_path / "large", 3_000_000)
-    for path in folder.glob("*token*"):
-        path.unlink()  # which are none
-    assert notes_of(folder)[1] == []
-    (folder / "inflation.json").unlink()
-    assert any(note.startswith("all zero") for note in notes_of(folder)[1])
-
-
-def test_every_part_is_looked_at_once_and_what_is_read_twice_is_not_the_whole(
-    plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint, counted, real = open_checkpoint(plain), list[int](), sights.top_bits
-    monkeypatch.setattr(sights, "top_bits", lambda stored, form: counted.append(len(stored)) or real(stored, form))
-    with offload.load(plain, ram=streaming_ram(plain), **HOW) as decoder:
-        decoder.generate(PROMPT, max_new_tokens=1)
-        once = sum(counted)
-        decoder.generate(PROMPT, max_new_tokens=4)
-    assert sum(counted) == once and checkpoint.num_bytes <= once < 1.5 * checkpoint.num_bytes
-    # What is read twice is not seen for the whole.
-    checkpoint, stored = open_checkpoint(plain), np.zeros(1 << 20, np.uint8)
-    entry = checkpoint.tensors[LAYER]
-    half = entry.num_bytes // 2
-    sight = sights.WeightScan(checkpoint, lambda line: None)
-    for size in (half, half - 64, half + 64):
-        sight.look(entry.shard, entry.lo, stored[:size])
-    assert not sight.news(), "its second half may hold anything"
-    sight.look(entry.shard, entry.hi - 64, stored[:64])
-    assert not sight.news()
-    sight.look(entry.shard, entry.lo + half, stored[: half - 64])
-    assert [LAYER in note for note in sight.news()] == [True]
-    assert not sight.news(), "told once"
-
-
-WIDE = 1 << 20  # numbers of a matrix of two bytes each: one read of 2 MiB
-
-
-def passing(folder: Path, heard: list[str], num_reads: int = 1) -> tuple[sights.WeightScan, Callable[..., None]]:
-    """A sight of one wide matrix that every sweep reads, and how one reads so many numbers of it, from a byte on."""
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    save_file({"wide.weight": torch.ones(num_reads * 1024, 1024, dtype=torch.float16)}, folder / "model.safetensors")
-    checkpoint = open_checkpoint(folder)
-    entry = checkpoint.tensors["wide.weight"]
-    sight = sights.WeightScan(checkpoint, heard.append)
-    layout = SlabLayout((SlabRead(entry.shard, entry.lo, entry.hi, 0),), {}, entry.num_bytes, 0)
-    sight.expect([layout], [LayerTier.DISK])
-    return sight, lambda stored, at=0: sight.look(entry.shard, entry.lo + at, stored.view(np.uint8))
-
-
-@pytest.mark.parametrize("at", [0, 8191, 8192, 64 * 1024 + 1, WIDE // 2 + 77, WIDE - 1])
-def test_what_passes_is_looked_at_within_a_few_sweeps(at: int, tmp_path: Path) -> None:
-    heard = list[str]()
-    sight, sweep = passing(tmp_path / "model", heard)
-    stored = np.ones(WIDE, np.float16)
-    stored[at] = np.inf
-    for _ in range(sights.TURNS):
-        sweep(stored)
-    assert [line.split()[1] for line in heard] == ["wide.weight"]
-    assert not sight.news(), "it is told of as damaged"
-
-
-@pytest.mark.parametrize("at", [0, 5000, WIDE // 3, 2 * WIDE])
-def test_long_damage_shows_in_the_first_sweep(at: int, tmp_path: Path) -> None:
-    heard, piece = list[str](), 1 << 20
-    _, sweep = passing(tmp_path / "model", heard, num_reads=4)
-    stored = np.ones(4 * WIDE, np.float16)
-    stored[at : at + 3 * WIDE // 2] = np.nan
-    for read in range(4):
-        sweep(stored[read * piece : (read + 1) * piece], 2 * read * piece)
-    assert len(heard) == 1
-
-
-def test_a_sweep_looks_at_a_share_and_what_is_odd_waits_for_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted, real = list[int](), sights.top_bits
-    monkeypatch.setattr(sights, "top_bits", lambda stored, form: counted.append(stored.size) or real(stored, form))
-    sight, sweep = passing(tmp_path / "model", [])
-    stored = np.zeros(WIDE, np.float16)
-    for _ in range(sights.TURNS - 1):  # in the last of them it has no turn
-        assert not sight.news(), "what was not looked at may hold anything"
-        sweep(stored)
-    assert sum(counted) == 2 * WIDE and max(counted) == 2 * WIDE // sights._NUM_STRIPES
-    assert [line.split(":")[0] for line in sight.news()] == ["all zero"]
-    sweep(stored)
-    assert sum(counted) == 2 * WIDE, "all of it was looked at"
-
-
-def test_blocks_of_many_bytes_are_cut_nowhere_and_all_have_a_turn() -> None:
-    item_bytes, num_items = 34, 9999
-    blocks = np.repeat(np.arange(num_items, dtype=np.uint16), item_bytes // 2).view(np.uint8)
-    seen = set[int]()
-    for stripe in range(sights._NUM_STRIPES):
-        for some in sights._stripes(blocks, item_bytes, stripe):
-            items = some.reshape(-1, item_bytes).view(np.uint16)
-            assert (items == items[:, :1]).all()
-            seen |= set(items[:, 0].tolist())
-    assert seen == set(range(num_items))
 
 
 def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:

@@ -11,23 +11,17 @@ import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from flipping import extents, flip, random_place
-from safetensors.torch import load_file, save_file
 from shell import shell
-from small_llama import save_small
 from stored import Make, change_tensor, gguf, packed, plain, quantised
-from tiny import FAMILIES, build, save
 
 from offload import integrity as measuring
-from offload.checkpoint import safetensors
 from offload.checkpoint.whole import Damage, default_manifest, open_whole, read_manifest
 from offload.errors import UserError
 from offload.integrity import Report, verify
-from offload.packing.pack import pack
 
 NUM_FLIPS = 12
 
@@ -97,122 +91,12 @@ def test_bits_of_headers_and_padding_count(tmp_path: Path) -> None:
     assert found.file == shard.name and not found.tensor and "in its header" in found.fault
 
 
-def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_path: Path) -> None:
-    model = packed()(tmp_path / "model")
-    sound = ask(model, tmp_path / "sums.json", may_write=True)
-    assert sound.num_decoded == sound.num_files and sound.num_as_before == 0
-    (tmp_path / "sums.json").unlink()
-    names = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"]
-    for path in model.glob("*.safetensors"):
-        for own, (lo, hi) in extents(path).items():
-            if own.startswith(tuple(names)) and own.endswith("mantissas"):
-                flip(path, (lo + hi) // 2)
-    report = ask(model)
-    assert [one.tensor for one in report.damage] == names
-    assert report.num_decoded == report.num_files - len({one.file for one in report.damage})
-    assert report.damage[0].fault == "does not decode to what was packed"
-    assert not default_manifest(model).exists()
-
-
-def gguf_of_a_kind(folder: Path, number: int) -> Path:
-    """One that a tensor's type alone makes another."""
-    model = gguf("Q4_0")(folder)
-    raw, name = model.read_bytes(), b"blk.1.ffn_up.weight"
-    at = raw.index(name) + len(name) + 4 + 2 * 8
-    model.write_bytes(raw[:at] + number.to_bytes(4, "little") + raw[at + 4 :])
-    return model
-
-
-def many_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(safetensors, "_MAX_TENSORS", 20)
-    return one_file(folder)
-
-
-UNREAD: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Path], str]] = {
-    "IQ2_XXS": (lambda folder, _: gguf_of_a_kind(folder, 16), "is IQ2_XXS, which is not read"),
-    "a type to come": (lambda folder, _: gguf_of_a_kind(folder, 77), "is of type 77, which is not read"),
-    "version 1": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\1"), "GGUF version 1 is not read"),
-    "big-endian": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\0\0\0\3"), "big-endian GGUF files are not"),
-    "many tensors": (many_tensors, "must have at most 20 tensors, got "),
-}  # fmt: skip
-
-
-def patched(path: Path, at: int, new: bytes) -> Path:
-    raw = path.read_bytes()
-    path.write_bytes(raw[:at] + new + raw[at + len(new) :])
-    return path
-
-
-@pytest.mark.parametrize("kind", UNREAD)
-def test_what_is_not_read_is_no_damage_and_summed_all_the_same(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, words = UNREAD[kind]
-    model = make(tmp_path / "model", monkeypatch)
-    report = ask(model)
-    assert not report.damage and report.is_written
-    assert report.num_bytes == sum(file.path.stat().st_size for file in open_whole(str(model)).files)
-    assert any("its numbers were not looked at: " in note and words in note for note in report.notes)
-    path = open_whole(str(model)).files[0].path
-    assert ask(model).num_as_before == 1
-    flip(path, path.stat().st_size // 2)
-    (found,) = ask(model).damage
-    assert found.file == path.name and found.fault.startswith("its bytes are not those of ")
-
-
-def test_a_file_that_was_not_read_is_summed_anew_once_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = many_tensors(tmp_path / "model", monkeypatch)
-    ask(model)
-    monkeypatch.undo()
-    report = ask(model)
-    assert not report.damage and report.is_written and not report.num_as_before and ask(model).num_as_before == 1
-
-
-@pytest.mark.parametrize("bit", [8, 30])
-def test_a_bit_of_a_type_is_damage_wherever_that_can_be_told(bit: int, tmp_path: Path) -> None:
-    model = gguf_of_a_kind(tmp_path / "model", 2)
-    assert not ask(model).damage
-    raw, name = model.read_bytes(), b"blk.1.ffn_up.weight"
-    flip(model, raw.index(name) + len(name) + 4 + 2 * 8 + bit // 8, bit % 8)
-    assert [one.tensor for one in ask(model).damage] == [""]
-
-
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_numbers_that_are_not_finite_are_damage_the_first_time(number: float, tmp_path: Path) -> None:
     folder, name = shards_of(tmp_path / "model"), "model.layers.2.mlp.down_proj.weight"
     path = change_tensor(folder, name, lambda tensor: tensor[7].fill_(number))
     assert ask(folder).damage == [Damage(path.name, name, "has numbers that are not finite")]
     assert not default_manifest(folder).exists(), "these are not to be compared with"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_packed_numbers_that_are_not_finite_are_damage(dtype: torch.dtype, tmp_path: Path) -> None:
-    source, name = save_small(tmp_path / "source", dtype=torch.bfloat16), "model.layers.2.mlp.down_proj.weight"
-    for path in source.glob("*.safetensors"):
-        save_file({key: one.to(dtype) for key, one in load_file(path).items()}, path, {"format": "pt"})
-    assert not ask(pack(source, tmp_path / "sound", progress=silent).folder).damage
-    change_tensor(source, name, lambda tensor: tensor[7].fill_(torch.inf))
-    (damage,) = ask(pack(source, tmp_path / "packed", progress=silent).folder).damage
-    assert damage[1:] == (name, "has numbers that are not finite")
-
-
-def test_what_is_odd_is_a_note_and_so_are_tensors_that_no_text_needs(tmp_path: Path) -> None:
-    folder = shards_of(tmp_path / "model")
-    change_tensor(folder, "model.layers.0.mlp.up_proj.weight", lambda tensor: tensor.zero_())
-    change_tensor(folder, "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor[0].fill_(1e30))
-    report = ask(folder)
-    assert not report.damage and len(report.notes) == 2
-    assert "all zero: model.layers.0.mlp.up_proj.weight in model-" in report.notes[0]
-    assert "1.0e+30, as no model has: model.layers.1.mlp.up_proj.weight in" in report.notes[1]
-    # Tensors that no text needs are read and told.
-    folder = one_file(tmp_path / "another")
-    path = folder / "model.safetensors"
-    tensors = load_file(path) | {"model.layers.4.mtp.weight": torch.ones(8, 8).half()}
-    save_file(tensors, path, {"format": "pt"})
-    report = ask(folder)
-    assert len(report.notes) == 1 and "no text needs it: 128 B of" in report.notes[0]
-    flip(path, extents(path)["model.layers.4.mtp.weight"][0] + 5)
-    assert [one.tensor for one in ask(folder).damage] == ["model.layers.4.mtp.weight"]
 
 
 def move(folder: Path, path: Path) -> None:
@@ -268,35 +152,6 @@ def test_a_file_that_is_written_to_meanwhile_is_no_damage(
     assert not default_manifest(whole.path).exists()
 
 
-def test_a_disk_that_fails_is_damage_of_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = shards_of(tmp_path / "model")
-    bad = sorted(folder.glob("*.safetensors"))[1]
-    real = os.preadv
-
-    def preadv(fd: int, *rest: Any) -> int:
-        if os.path.samefile(f"/proc/self/fd/{fd}", bad):
-            raise OSError(5, "Input/output error")
-        return real(fd, *rest)
-
-    whole = open_whole(str(folder))
-    monkeypatch.setattr(os, "preadv", preadv)
-    (found,) = verify(whole, None, progress=silent).damage
-    assert found.file == bad.name and "Input/output error" in found.fault
-
-
-def test_a_manifest_of_a_file_written_on_purpose_says_so(tmp_path: Path) -> None:
-    folder = one_file(tmp_path / "model")
-    ask(folder)
-    change_tensor(folder, "model.norm.weight", lambda tensor: tensor.add_(1))
-    (found,) = ask(folder).damage
-    assert found.tensor == "model.norm.weight" and "where that was meant, remove the manifest" in found.fault
-    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
-    (copy / "offload_sums.json").unlink()
-    ask(copy)
-    times = [path.stat().st_mtime_ns for path in (folder / "model.safetensors", copy / "model.safetensors")]
-    assert times[0] != times[1] and not ask(folder, copy / "offload_sums.json").damage, "a copy is as sound"
-
-
 def test_a_manifest_that_was_named_is_compared_with_and_never_written(tmp_path: Path) -> None:
     folder = one_file(tmp_path / "model")
     with pytest.raises(UserError, match=r"no manifest at .* give `write` as well"):
@@ -316,18 +171,6 @@ def test_a_manifest_that_was_named_is_compared_with_and_never_written(tmp_path: 
     assert has == "sums.json has files that the model has not: model.safetensors"
     assert lacks == "sums.json lacks files of the model: other.safetensors"
     assert manifest.read_text() == before
-
-
-def test_a_file_that_was_touched_keeps_what_is_known_of_it(tmp_path: Path) -> None:
-    folder = one_file(tmp_path / "model")
-    path = folder / "model.safetensors"
-    note(path)
-    manifest = ask(folder).manifest
-    before = manifest.read_text()
-    os.utime(path, ns=(0, 1 << 62))  # since the download, so that the hub's note counts no longer
-    report = ask(folder)
-    assert report.num_as_hub == 0 and report.num_as_before == 1 and not report.damage and not report.is_written
-    assert manifest.read_text() == before and sha256(path) in before
 
 
 BREAKS: dict[str, Callable[[str], str]] = {
@@ -390,34 +233,6 @@ def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
     assert not ask(folder).damage, "it was written to since it was downloaded: the hub's sum is of another"
 
 
-def test_a_small_file_that_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = one_file(tmp_path / "model")
-    for name in ("config.json", "generation_config.json"):
-        note(folder / name, "0" * 40)
-    real = os.open
-
-    def refuse(path: Any, *rest: Any, **how: Any) -> int:
-        if str(path).endswith("generation_config.json"):
-            raise PermissionError(13, "Permission denied")
-        return real(path, *rest, **how)
-
-    monkeypatch.setattr(os, "open", refuse)
-    report = ask(folder)
-    unread = "cannot be read and held against the hub's sum: generation_config.json (Permission denied)"
-    assert not report.damage and report.is_written
-    assert report.notes == ["not as the hub has it: config.json", unread]
-
-
-def test_what_the_hub_has_replaces_a_manifest_that_is_out_of_date(tmp_path: Path) -> None:
-    folder = one_file(tmp_path / "model")
-    ask(folder)
-    path = change_tensor(folder, "model.norm.weight", lambda tensor: tensor.add_(1))
-    assert ask(folder).damage
-    note(path)
-    report = ask(folder)
-    assert not report.damage and report.is_written and not ask(folder).is_written
-
-
 def test_the_hubs_cache_is_read_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, cache = one_file(tmp_path / "source"), tmp_path / "hub" / "models--org--name"
     snapshot = cache / "snapshots" / "0123456789abcdef"
@@ -443,30 +258,3 @@ def test_the_hubs_cache_is_read_and_left_alone(tmp_path: Path, monkeypatch: pyte
     model = gguf("Q8_0")(snapshot / "Q8_0")
     name = "models--org--name-0123456789ab-Q8_0-m.gguf.json"
     assert ask(model).manifest == tmp_path / "own" / "offload" / "sums" / name
-
-
-def test_a_packed_folder_takes_no_checksums_of_its_source_along(tmp_path: Path) -> None:
-    source = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "source")
-    assert ask(source).is_written
-    folder = pack(source, tmp_path / "packed", progress=silent).folder
-    assert not (folder / "offload_sums.json").exists() and not ask(folder).notes
-
-
-@pytest.mark.parametrize("num_cores", [1, 3])
-@pytest.mark.parametrize("is_hashed", [False, True])
-def test_memory_holds_a_few_parts_of_a_large_file(
-    num_cores: int, is_hashed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measuring, "num_cores", lambda: num_cores)
-    path, sizes = tmp_path / "model.safetensors", list[int]()
-    rng = torch.Generator().manual_seed(0)
-    tensors = {f"t{n}": torch.randn(5_000_011, generator=rng) for n in range(4)} | {"e": torch.zeros(0)}
-    save_file(tensors, path)
-    real = measuring.allocate
-    monkeypatch.setattr(measuring, "allocate", lambda size: sizes.append(size) or real(size))
-    (file,) = open_whole(str(tmp_path)).files
-    found = measuring.FileReading(file, wanted="some" if is_hashed else None)
-    measuring.measure([found], silent)
-    assert sum(sizes) < (num_cores + 5) * (9 << 20) < path.stat().st_size + (30 << 20)
-    assert found.sha256 == (sha256(path) if is_hashed else None)
-    assert not found.failure and [len(own) for own in found.crcs] == [8, 0, 24, 24, 24, 24]

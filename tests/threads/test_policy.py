@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,36 +87,6 @@ def test_follows_a_neighbour_that_comes_or_goes(is_leaving: bool) -> None:
     assert sum(taken[NUM_FIRST:]) <= 1.05 * best_s(cost, 2)
 
 
-@pytest.mark.parametrize("start", [1, 4])
-def test_a_wrong_start_is_left_behind(start: int) -> None:
-    cost, _ = COSTS["quiet" if start == 1 else "small"]
-    best = best_s(cost, 4) / (NUM_STEPS - NUM_FIRST)
-    assert sum(simulate(cost, 4, start)[40:80]) <= 1.05 * 40 * best
-
-
-def usual_modes(policy: ThreadPolicy, num_rows: int) -> StepModes:
-    """Those of most of the next steps, which all take a second: fewer threads win, now and then others are tried."""
-    seen = Counter[StepModes]()
-    for _ in range(40):
-        policy.took(num_rows, draft_s=1.0, sweep_s=1.0)
-        seen[policy.modes(num_rows)] += 1
-    return seen.most_common(1)[0][0]
-
-
-def test_one_count_is_kept() -> None:
-    policy = ThreadPolicy([3], both(3))
-    for step in range(50):
-        policy.took(NUM_ROWS, draft_s=1.0 + step, sweep_s=1.0 + step)
-        assert policy.modes(NUM_ROWS) == both(3)
-
-
-@pytest.mark.parametrize(
-    ("most", "ladder"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (12, [1, 2, 4, 8, 11, 12]), (16, [1, 2, 4, 8, 15, 16])]
-)
-def test_ladder(most: int, ladder: list[int]) -> None:
-    assert thread_ladder(most) == ladder
-
-
 @pytest.mark.parametrize(
     ("asleep_s", "looking_s", "mode"),
     [(0.5, 0.49, Mode(2, True)), (0.5, 0.4, Mode(2)), (0.95, 0.95, Mode(1, True)), (3.0, 2.0, Mode(1, True))],
@@ -131,33 +100,10 @@ def test_the_start_is_measured_and_ties_go_to_what_leaves_more_to_others(
     assert torch.get_num_threads() == before
 
 
-def test_what_was_found_for_trees_of_one_size_holds_for_the_next_one() -> None:
-    policy = ThreadPolicy(thread_ladder(2), both(2))
-    assert usual_modes(policy, 64) == both(1) and policy.modes(128) == policy.modes(16) == both(1)
-    policy.took(128, draft_s=1.0, sweep_s=1.0)
-    assert policy.modes(128) == both(1) and policy.modes(1024) == both(2), "which is far from all"
-    # What a trial has found is found for trees of nearly that size.
-    policy = ThreadPolicy(thread_ladder(2), both(2))
-    policy.took(128, draft_s=1.0, sweep_s=1.0)
-    assert usual_modes(policy, 64) == policy.modes(128) == both(1)
-
-
 QUIET_S, HOGGED_S = (
     {Mode(1, is_asleep=True): one_s, Mode(2, is_asleep=True): asleep_s, Mode(2): looking_s}
     for one_s, asleep_s, looking_s in ((1.24, 1.0, 0.82), (1.31, 1.36, 3.6))
 )
-
-
-@pytest.mark.parametrize("sizes", [[64] * 20, [16, 64, 128, 256] * 5, [16] * 5 + [64] * 5 + [128] * 5 + [256] * 5])
-@pytest.mark.parametrize("seen_s", [QUIET_S, HOGGED_S])
-def test_the_first_steps_are_as_quick_as_in_the_best_mode(seen_s: dict[Mode, float], sizes: list[int]) -> None:
-    best = min(seen_s, key=seen_s.__getitem__)
-    policy, took = ThreadPolicy([1, 2], StepModes(best, best), (seen_s, seen_s)), 0.0
-    for num_rows in sizes:
-        seconds = num_rows * seen_s[policy.modes(num_rows).sweep]
-        policy.took(num_rows, draft_s=seconds, sweep_s=seconds)
-        took += seconds
-    assert took <= 1.05 * sum(sizes) * seen_s[best]
 
 
 def test_a_process_that_takes_a_core_is_noticed_while_nothing_is_tried() -> None:
@@ -274,34 +220,6 @@ def test_threads_spin_for_a_bounded_time_unless_the_user_says_otherwise(
     assert run_python("-c", WATCH.format(module=module), environment=others | own).strip() == seen
 
 
-IDLE = """
-import time
-from offload.threads import ThreadWaiting
-import torch
-def idle_s():
-    torch.set_num_threads(2)
-    torch.zeros(1 << 20, dtype=torch.uint8).add_(1)
-    before = time.process_time()
-    time.sleep(0.2)
-    return time.process_time() - before
-waiting = ThreadWaiting()
-looking_s = idle_s()
-waiting.let_sleep(True)
-asleep_s = idle_s()
-waiting.close()
-print(looking_s, asleep_s, "libgomp" in open("/proc/self/maps").read())
-"""
-
-
-def test_threads_that_wait_can_be_let_sleep() -> None:
-    """The one that has nothing to do looks for work as long as it is told to, which here is for ever."""
-    own = {**os.environ, "GOMP_SPINCOUNT": "100000000000"}
-    looking_s, asleep_s, is_libgomp = run_python("-c", IDLE, environment=own).split()
-    assert float(asleep_s) < 0.02 or is_libgomp == "False"
-    if is_libgomp == "True" and len(os.sched_getaffinity(0)) > 1:
-        assert float(looking_s) > 0.02, "without it they look for work"
-
-
 PRODUCTS = """
 import offload, torch
 from offload.machine import rss_bytes
@@ -320,10 +238,3 @@ print(rss_bytes() - before)
 def test_code_for_products_of_other_sizes_is_not_kept_for_ever() -> None:
     """Where processors multiply 16-bit numbers themselves; 300 more numbers of rows took 180 MB."""
     assert int(run_python("-c", PRODUCTS)) < 80e6
-
-
-@pytest.mark.parametrize(("own", "seen"), [({}, "1"), ({"LRU_CACHE_CAPACITY": "7"}, "7")])
-def test_how_much_code_is_kept_is_the_users_to_say(own: dict[str, str], seen: str) -> None:
-    others = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
-    code = "import offload, os; print(os.environ['LRU_CACHE_CAPACITY'])"
-    assert run_python("-c", code, environment=others | own).strip() == seen

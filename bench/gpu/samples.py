@@ -1,25 +1,15 @@
-"""Is expanding as fast as memory? GB/s written by kind of words: torch, numba, 1 and 2 threads.
+"""Stored words of every kind that is expanded into weights, with random numbers in them."""
 
-All take turns with a copy of as many bytes, which nothing that writes them can beat by much.
-Invariant: what is timed has given the bits of the reference before.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.bench.harness.command import Bench, Findings, command
-from offload.bench.harness.tables import Column, Row
-from offload.errors import UserError
-from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.encode_residuals import encode_residuals_reference
-from offload.kernels.expansion import COMPILED, REFERENCE, Expansion
+from offload.kernels.expansion import REFERENCE, Expansion
 from offload.kernels.int4_blocks import FILE_LAYOUT, encode_int4_reference
-from offload.timer import timed
 
 # numbers of a row that share a scale, the usual ones
 GROUP = 128
@@ -29,10 +19,6 @@ MX_GROUP = 32
 # kinds of GGUF blocks: bytes and weights of each
 _BLOCKS = {"Q8_0": (34, 32), "Q4_K": (144, 256), "Q6_K": (210, 256)}
 _EXPONENT_WIDTHS = (4, 3)
-
-THREADS = (1, 2)
-DTYPE = torch.bfloat16
-COPY = "copy"
 
 
 class Sample(NamedTuple):
@@ -191,73 +177,3 @@ def _in_runs(random: torch.Generator, num_rows: int, num_columns: int) -> Iterat
         escapes = words.escape_3E.reshape(-1)
         arguments = (words.mantissa_N, words.distance_B, escapes, start_C, torch.tensor([top]))
         yield Sample(f"bf16, {8 + width} bits", "exponents", arguments, (len(weight_N),))
-
-
-class Effort(NamedTuple):
-    size: int  # rows and columns
-    rounds: int
-
-
-FULL = Effort(4096, 9)
-QUICK = Effort(2048, 3)
-
-
-def measure(effort: Effort) -> list[Row]:
-    """Return the fastest of some rounds, taken in turns. Raises `UserError` where bits differ."""
-    size = effort.size
-    fastest = dict[tuple[str, str, int], float]()
-    source, out = (torch.zeros(size, size, dtype=DTYPE) for _ in range(2))
-    works: dict[tuple[str, str], Callable[[], object]] = {(COPY, COPY): partial(out.copy_, source)}
-    for sample in samples(size, size):
-        place, wanted = (tensor.view(sample.out_shape) for tensor in (out, source))
-        works[sample.name, "torch"] = partial(sample.expand, REFERENCE, place)
-        if HAS_NUMBA:
-            works[sample.name, "numba"] = partial(sample.expand, COMPILED, place)
-            if not sample.agrees(COMPILED, place, wanted):
-                complaint = f"{sample.name}: numba and torch give different bits"
-                raise UserError(f"{complaint}: no speed is printed")
-    before = torch.get_num_threads()
-    try:
-        for count in THREADS * effort.rounds:
-            torch.set_num_threads(count)  # which compiled functions use, too
-            for key, work in works.items():
-                before_s = fastest.get((*key, count), float("inf"))
-                fastest[*key, count] = min(before_s, timed(work))
-    finally:
-        torch.set_num_threads(before)
-    return [
-        {
-            "row": f"{name} {way} {count}",
-            "name": name,
-            "how": way,
-            "threads": count,
-            "bytes_per_s": out.nbytes / taken_s,
-        }
-        for (name, way, count), taken_s in fastest.items()
-    ]
-
-
-@command("expansion", "quick")
-def main(bench: Bench) -> Findings:
-    """GB/s of expanded weights by kind of words, beside a copy of as many bytes."""
-    rows = measure(bench.effort(FULL, QUICK))
-    lines = dict[str, Row]()
-    for row in rows:
-        line = lines.setdefault(row["name"], {"name": row["name"]})
-        line[f"{row['how']} {row['threads']}"] = row["bytes_per_s"] / 1e9
-    copies = {count: lines[COPY][f"{COPY} {count}"] for count in THREADS}
-    del lines[COPY]
-    copied = [f"{rate:.2f} GB/s with {count} threads" for count, rate in copies.items()]
-    ways = [f"{way} {count}" for count in THREADS for way in ("torch", "numba")]
-    columns = [
-        Column("bf16 written, GB/s", "name"),
-        *(Column(f"{way} threads", way, ".2f") for way in ways),
-        Column("numba / torch, 1", lambda line: line.get("numba 1", 0.0) / line["torch 1"], ".1f"),
-    ]
-    return Findings(
-        rows=rows,
-        tables=[(columns, [*lines.values()])],
-        notes=[f"a copy: {', '.join(copied)}"],
-        settings={"dtype": str(DTYPE)},
-        ceiling={"bytes_per_s": copies[1] * 1e9},
-    )
