@@ -102,6 +102,7 @@ class Checkpoint:
     carried: Carried | None = None  # for a draft that reads the target's hidden states
     # description of the decoder; empty before `model.headers.specified`
     layers: tuple[LayerSpec, ...] = ()
+    scout: "Checkpoint | None" = None  # for a copy: the smaller draft whose guesses it verifies
 
     @property
     def is_here(self) -> bool:

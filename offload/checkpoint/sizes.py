@@ -125,6 +125,7 @@ class ModelShape:
     recurrent: RecurrentShape = NO_STATES  # of layers that keep states beside keys and values
     # that may come one by one; None without any, or where all are multiplied with
     experts: ExpertShape | None = None
+    scout: "ModelShape | None" = None  # of a copy: the smaller draft below it
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +135,9 @@ class ModelShape:
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     """Return the sizes of a model that computes in `dtype`. Raises `UserError` for no decoder."""
-    return _shape_in(checkpoint, compute_dtype_name(checkpoint, dtype))
+    shape = _shape_in(checkpoint, compute_dtype_name(checkpoint, dtype))
+    scout = checkpoint.scout
+    return shape if scout is None else replace(shape, scout=model_shape(scout, dtype))
 
 
 def shapes_of(files: ModelFiles, dtype: str) -> tuple[ModelShape, ModelShape | None]:

@@ -252,7 +252,7 @@ class BlockDrafter(CarriedDrafter):
         """Return the tree of one text: its block's best paths, and guesses that are likelier."""
         shape = text.shape
         draft = self._draft(text.state)
-        if not shape.depth or not self._is_ready(text):
+        if not shape.depth or not self.is_ready(text):
             return root_alone(text.tokens)
         if not isinstance(shape, DynamicShape):
             return fill(draft, shape, text.tokens, text.sampler)

@@ -26,6 +26,7 @@ last.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,10 @@ from torch import Tensor
 from offload.drafting.draft_model import Draft, catch_up, run_together
 from offload.drafting.lookup import NO_GUESSES, Guesses, TrieCursor, confidence
 from offload.drafting.static import point_mass_scores
-from offload.drafting.tiers import ROWS_OF_PASS, Standing, guesses_behind
+from offload.drafting.tiers import ROWS_OF_PASS, Scout, Standing, guesses_behind
 from offload.sampling.sampler import Sampler
 from offload.trees.token_tree import TokenTree
-from offload.trees.topology import SIZES, DynamicShape, most_rows
+from offload.trees.topology import SIZES, DynamicShape, most_rows, tier_rows
 
 # seconds of a step, by rows of the target's pass and of each draft pass
 StepSeconds = Callable[[int, Sequence[int]], float]
@@ -73,6 +74,11 @@ class DraftPassPolicy:
         so_far_s = self._step_s(num_rows, draft_widths)
         then_s = self._step_s(num_rows, [*draft_widths, draft_widths[-1]])
         return then_s <= so_far_s or gain * so_far_s >= self._tokens_per_step * (then_s - so_far_s)
+
+    def pass_s(self, num_rows: int, draft_widths: Sequence[int], width: int) -> float:
+        """Return the seconds that one more draft pass over `width` rows takes; 0 where not known."""
+        widths = [*draft_widths, width]
+        return self._step_s(num_rows, widths) - self._step_s(num_rows, draft_widths)
 
     def num_rows(
         self, chances: NDArray[np.float64], draft_widths: Sequence[int], num_roots: int = 1
@@ -130,6 +136,11 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
+def candidates(count: int) -> Candidates:
+    """Return this many candidates, all zeros."""
+    return np.zeros(count, dtype=_CANDIDATE)
+
+
 @dataclass(eq=False)
 class GrowingTree:
     """The tree of one text while it grows: rows that were run, in the order of the text's cache."""
@@ -142,6 +153,7 @@ class GrowingTree:
     guesses: Guesses = NO_GUESSES  # that are mixed with the draft's own
     # each pass also scores what is guessed behind the nodes that it runs, see `tiers`
     is_in_tiers: bool = False
+    scout: Scout | None = None  # a smaller model that guesses there
 
     def __post_init__(self) -> None:
         self.root = len(self.tokens) - 1
@@ -206,12 +218,14 @@ def grow_forest(
         widths: of every pass, to which those of the trees are added.
     """
     rows = _Rows(trees)
-    best = _Best(bounds, [tree.depth for tree in trees])
+    has_scout = trees[0].scout is not None
+    best = _Best(bounds, [tree.depth for tree in trees], has_scout=has_scout)
     picked = rows.roots()
     expected = 0.0
     logits_RV = catch_up([tree.draft for tree in trees], [tree.tokens for tree in trees])
     rows.keep(picked, logits_RV, [tree.guesses.root for tree in trees])
-    rows.run_ahead(bounds)
+    if not has_scout:
+        rows.run_ahead(bounds)
     while picked.size:
         best.add(
             np.concatenate(
@@ -228,7 +242,7 @@ def grow_forest(
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
-                rows.run_picked(picked, bounds.num_nodes)
+                rows.run_picked(picked, bounds.num_nodes, policy)
     best.cut(policy.num_rows(best.chances, rows.widths, len(trees)))
     if widths is not None:
         widths += rows.widths
@@ -251,11 +265,16 @@ class _Best:
     the time in which a heap takes a few.
     """
 
-    def __init__(self, bounds: DynamicShape, depths: Sequence[int]) -> None:
+    def __init__(
+        self, bounds: DynamicShape, depths: Sequence[int], *, has_scout: bool = False
+    ) -> None:
         self._bounds = bounds
         self._depth_R = np.array(depths)
         self.candidates = np.zeros(0, dtype=_CANDIDATE)
-        self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
+        # guesses in vain take no room from the tree of a copy that has a scout
+        self._num_open = most_rows(bounds.num_nodes)
+        num_rows = tier_rows(bounds.num_nodes) if has_scout else self._num_open
+        self._is_expanded_E = np.zeros(num_rows, dtype=bool)
 
     def add(self, added: Candidates) -> None:
         # most of what is new would be cut at once
@@ -323,6 +342,7 @@ class _Best:
         count = min(
             self._bounds.pace.rows_per_pass(self._bounds.num_nodes),
             self._is_expanded_E.size - first_row,
+            max(0, self._num_open),
         )
         chosen = open_O[np.argsort(-log_f_C[open_O], kind="stable")[:count]]
         chosen = chosen[log_f_C[chosen] > log_f_C[chosen].max(initial=-np.inf) - _LOG_FAR]
@@ -332,6 +352,7 @@ class _Best:
 
     def _expanded(self, picked: Candidates) -> Candidates:
         self._is_expanded_E[picked["row"]] = True
+        self._num_open -= picked.size
         return picked
 
 
@@ -402,18 +423,32 @@ class _Rows:
             added.append((tree.draft, rows))
         self.keep(picked, run_together(added), cursors)
 
-    def run_picked(self, picked: Candidates, num_nodes: int) -> None:
+    def run_picked(self, picked: Candidates, num_nodes: int, policy: DraftPassPolicy) -> None:
         """Score candidates, and in tiers what is guessed behind them; a pass of several texts has enough rows."""
         cursors = self.cursors_of(picked)
         tree = self._trees[0]
-        # rows in vain must leave room for a tree of the draft's own
-        room = min(ROWS_OF_PASS, num_nodes - self.num_run)
-        if len(self._trees) > 1 or not (tree.is_in_tiers and tree.guesses) or picked.size >= room:
+        is_guessed = tree.scout is not None or (tree.is_in_tiers and tree.guesses)
+        if len(self._trees) > 1 or not is_guessed:
             self.run(picked, cursors)
             return
+        local = [self.local[row] for row in picked["parent"].tolist()]
+        paths = [
+            (*tree.paths[row], token)
+            for row, token in zip(local, picked["token"].tolist(), strict=True)
+        ]
         columns = (np.exp(picked["log_f"]), picked["depth"], cursors, picked["token"])
-        nodes = [Standing(*node) for node in zip(*columns, strict=True)]
-        behind = guesses_behind(tree.guesses, nodes, room, tree.depth)
+        nodes = [
+            Standing(*node, path=path)
+            for node, path in zip(zip(*columns, strict=True), paths, strict=True)
+        ]
+        if tree.scout is not None:
+            room = tier_rows(num_nodes) - self.num_run
+            pass_s = partial(policy.pass_s, num_nodes, self.widths)
+            behind = tree.scout.behind(tree.guesses, nodes, room, tree.depth, pass_s)
+        else:
+            # rows in vain must leave room for a tree of the draft's own
+            room = min(ROWS_OF_PASS, num_nodes - self.num_run)
+            behind = guesses_behind(tree.guesses, nodes, room, tree.depth)
         guessed = np.zeros(len(behind), dtype=_CANDIDATE)
         for place, node in enumerate(behind):
             parent = self.num_run + (node.parent or 0)
@@ -468,6 +503,9 @@ def _children(parents: Candidates, rows: _Rows, tree: GrowingTree) -> Candidates
     guesses = tree.guesses
     if guesses:
         children = _mixed(children_WK, log_pi_WV, rows, guesses, tree.sampler)
+    if rows.ahead:
+        pairs = zip(children["parent"].tolist(), children["token"].tolist(), strict=True)
+        children["row"] = [rows.ahead.get(pair, _NOT_RUN) for pair in pairs]
     above = parents[np.searchsorted(parents["row"], children["parent"])]
     children["depth"] = above["depth"] + 1
     children["text"] = above["text"]
@@ -500,10 +538,7 @@ def _mixed(
     guessed["log_f"] = np.log(chance_G + rest_W[row_G] * np.exp(log_pi_G))
     guessed["token"] = token_G
     guessed["parent"] = children_WK["parent"][row_G, 0]
-    guessed["row"] = [
-        rows.ahead.get(pair, _NOT_RUN)
-        for pair in zip(guessed["parent"].tolist(), token_G.tolist(), strict=True)
-    ]
+    guessed["row"] = _NOT_RUN
     children_WK["log_f"] += np.log(rest_W)[:, None]
     is_other_WK = ~np.isin(_keys(children_WK), _keys(guessed))
     return np.concatenate([guessed, children_WK[is_other_WK]])

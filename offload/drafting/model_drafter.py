@@ -3,7 +3,7 @@
 Both kinds of tree share one model and one cache, so they may alternate from step to step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -110,15 +110,7 @@ class ModelDrafter:
             elif not shape.depth:
                 grown[index] = root_alone(tokens)
             else:
-                growing[index] = GrowingTree(
-                    draft,
-                    shape.depth,
-                    tokens,
-                    sampler,
-                    self.exponent(sampler),
-                    guesses[index],
-                    self._is_in_tiers,
-                )
+                growing[index] = self.growing(batch[index], guesses[index])
         if growing:
             pooled = [batch[index].shape for index in growing]
             shapes = [shape for shape in pooled if isinstance(shape, DynamicShape)]
@@ -135,20 +127,47 @@ class ModelDrafter:
         self.widths = widths
         return [grown[index] for index in range(len(batch))]
 
+    def growing(self, text: DraftText, guesses: Guesses = NO_GUESSES) -> GrowingTree:
+        """Return the tree of one text, of which nothing was run yet."""
+        depth = text.shape.depth
+        exponent = self.exponent(text.sampler)
+        draft = self._draft(text.state)
+        return GrowingTree(
+            draft, depth, text.tokens, text.sampler, exponent, guesses, self._is_in_tiers
+        )
+
+    def is_ready(self, text: DraftText) -> bool:
+        """Return True if a tree can be grown: tokens are all that it needs."""
+        return True
+
     def accepted(self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: KVCache) -> None:
         """Keep the cache rows of the accepted path and learn from the emitted tokens."""
-        state.commit(self._rows_to_keep(tree, path))
+        self.keep(path, tree.row_of_node, tree.score_of_node, sampler, state)
+
+    def keep(
+        self,
+        path: Acceptance,
+        row_of_node: Mapping[int, int],
+        score_of_node: Mapping[int, Tensor],
+        sampler: Sampler,
+        state: KVCache,
+    ) -> None:
+        """Do what `accepted` does, by the rows and the scores (V,) of the path's nodes that were run."""
+        state.commit(
+            self._rows_to_keep(
+                [row_of_node[node] for node in path.nodes[1:] if node in row_of_node]
+            )
+        )
         emitted_after = dict(zip(path.nodes, path.tokens, strict=True))
-        seen = [node for node in path.nodes if node in tree.score_of_node]
+        seen = [node for node in path.nodes if node in score_of_node]
         if seen:
-            scores_TV = torch.stack([tree.score_of_node[node] for node in seen])
+            scores_TV = torch.stack([score_of_node[node] for node in seen])
             token_T = sampler.send(torch.tensor([emitted_after[node] for node in seen]), scores_TV)
             self._calibration[_kind(sampler)].learn(scores_TV, token_T)
             self.policy(sampler).learn(len(path.tokens))
 
-    def _rows_to_keep(self, tree: TokenTree, path: Acceptance) -> list[int]:
-        rows = tree.row_of_node
-        return [rows[node] for node in path.nodes[1:] if node in rows]
+    def _rows_to_keep(self, rows: list[int]) -> list[int]:
+        return rows
 
     def _draft(self, state: KVCache) -> Draft:
         return Draft(self.model, self._vocab_size, state)

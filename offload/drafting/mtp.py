@@ -23,7 +23,6 @@ from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.taps import Taps
 from offload.trees.token_tree import TokenTree
-from offload.trees.verification import Acceptance
 
 MODEL = DepthModel
 
@@ -81,7 +80,7 @@ class CarriedDrafter(ModelDrafter):
     ) -> list[TokenTree]:
         """Return a tree for each text; the root alone if its prompt is not read yet."""
         guesses = guesses or [NO_GUESSES] * len(batch)
-        is_ready = [self._is_ready(text) for text in batch]
+        is_ready = [self.is_ready(text) for text in batch]
         texts = [text for text, ready in zip(batch, is_ready, strict=True) if ready]
         theirs = [guess for guess, ready in zip(guesses, is_ready, strict=True) if ready]
         trees = iter(super().propose(texts, theirs) if texts else [])
@@ -105,11 +104,12 @@ class CarriedDrafter(ModelDrafter):
                 if row >= start:
                     yield logits_V[None, : self._vocab_size]
 
-    def _is_ready(self, text: DraftText) -> bool:
+    def is_ready(self, text: DraftText) -> bool:
+        """Return True if the target's states are there up to the root."""
         state = text.state
         return state.target is None or state.num_ready >= len(text.tokens) - 1 > state.length
 
-    def _rows_to_keep(self, tree: TokenTree, path: Acceptance) -> list[int]:
+    def _rows_to_keep(self, rows: list[int]) -> list[int]:
         return []
 
     def _draft(self, state: KVCache) -> Draft:

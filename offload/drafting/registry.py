@@ -13,6 +13,7 @@ from offload.drafting.dynamic import DraftPassPolicy, StepSeconds
 from offload.drafting.join import JoinedDrafter
 from offload.drafting.lookup import GuessSources, LookupDrafter
 from offload.drafting.model_drafter import DraftSetup
+from offload.drafting.scouting import TieredDrafter
 from offload.kernels.registry import KernelSet
 from offload.model.encoder_decoder import EncoderDecoderModel
 from offload.model.tree_model import TreeModel
@@ -43,9 +44,16 @@ def open_drafter(
     num_slots: int,
     kernels: KernelSet,
     new_policy: Callable[[], DraftPassPolicy] = DraftPassPolicy,
+    scout: TreeModel | None = None,
 ) -> Any:
-    """Return the proposer of a draft model, without other sources; see `DraftSetup`."""
+    """Return the proposer of a draft model, without other sources; see `DraftSetup`.
+
+    Below a copy there may be a scout.
+    """
     setup = DraftSetup(draft, vocab_size, num_slots, kernels, new_policy)
+    if scout is not None:
+        below = _module(scout.checkpoint).open_proposer(setup._replace(model=scout))
+        return TieredDrafter(setup, below)
     return _module(draft.checkpoint).open_proposer(setup)
 
 
@@ -56,6 +64,7 @@ def proposer_of(
     kernels: KernelSet,
     sources: GuessSources,
     step_s: StepSeconds,
+    scout: TreeModel | None = None,
 ) -> Proposer:
     """Return the proposer: a draft, other sources, both, or with neither one of root-only trees.
 
@@ -64,7 +73,7 @@ def proposer_of(
     if draft is None:
         return LookupDrafter(sources, lambda num_rows: step_s(num_rows, ()))
     policy = partial(DraftPassPolicy, step_s)
-    drafter = open_drafter(draft, vocab_size, num_slots, kernels, policy)
+    drafter = open_drafter(draft, vocab_size, num_slots, kernels, policy, scout)
     joined: Proposer = JoinedDrafter(drafter, sources) if sources else drafter
     return joined
 

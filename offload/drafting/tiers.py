@@ -1,5 +1,7 @@
 """Tiers of drafting: a copy of the target verifies a cheap source's guesses in its own passes.
 
+The source is what the text says (`guesses_behind`), or a smaller model as well (`scouting.py`).
+
 A copy is right so often that its trees are deep, and each level would take a pass over its weights.
 So each pass also scores the source's guesses below the nodes that it runs. Where the copy agrees,
 those nodes are scored already, and the next pass begins below them. Both predict the same draw,
@@ -10,9 +12,9 @@ Invariant: guesses change which rows a pass scores, never a row's scores.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from offload.drafting.lookup import Guesses, TrieCursor
 
@@ -36,6 +38,29 @@ class Standing(NamedTuple):
     cursor: TrieCursor
     token: int
     parent: int | None = None
+    path: tuple[int, ...] = ()  # its tokens, from below the root to its own
+
+
+class Scout(Protocol):
+    """A smaller model that guesses behind what a copy's passes run."""
+
+    def behind(
+        self,
+        guesses: Guesses,
+        picked: Sequence[Standing],
+        num_rows: int,
+        depth: int,
+        pass_s: Callable[[int], float],
+    ) -> list[Standing]:
+        """Return guesses worth their rows behind nodes that a pass runs anyway, parents first.
+
+        Args:
+            guesses: of other sources, which compete with its own.
+            picked: these nodes.
+            num_rows: of the whole pass, at most.
+            depth: of the tree; what lies there has no child.
+            pass_s: seconds that this many rows take the copy; 0 where that is not known.
+        """
 
 
 def guesses_behind(

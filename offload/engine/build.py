@@ -44,6 +44,7 @@ class ModelPair:
     setup: Setup
     target: TreeModel
     draft: TreeModel | None
+    scout: TreeModel | None  # below a draft that is a copy
     source: ByteSource
     tokenizer: Tokenizer | None
     texts: TextRules
@@ -84,17 +85,23 @@ def open_pair(
     resources.callback(target.close)
     tokenizer = load_tokenizer(files.target.tokenizer_path)
     draft = open_draft(files, dtype, torch_device)
-    if draft is not None:
-        resources.callback(draft.close)
-        words = (Vocabulary(model.vocab_size, model.start_ids) for model in (target, draft))
-        draft.foreign_ids = check_vocabulary(tokenizer, files, *words)
+    scout = files.draft and files.draft.scout
+    scout_model = None if scout is None else open_model(scout, dtype, torch_device)
+    drafts = [model for model in (draft, scout_model) if model is not None]
+    for model in drafts:
+        resources.callback(model.close)
+        words = (Vocabulary(each.vocab_size, each.start_ids) for each in (target, model))
+        pair_files = files._replace(draft=model.checkpoint)
+        model.foreign_ids = check_vocabulary(tokenizer, pair_files, *words)
     limit = setup.options.limit_bytes_per_s
     identities = Identities(
         files, setup.open_source, dtype=dtype, limit_bytes_per_s=limit, is_wished=is_summed
     )
     damage = list[str]()
     scans = tuple(
-        WeightScan(checkpoint, damage.append) for checkpoint in files if checkpoint is not None
+        WeightScan(checkpoint, damage.append)
+        for checkpoint in (*files, scout)
+        if checkpoint is not None
     )
     source = _open_files(setup, files.target, limit, identities.watching("target", scans[0].look))
     resources.callback(source.close)
@@ -102,10 +109,11 @@ def open_pair(
         setup=setup,
         target=target,
         draft=draft,
+        scout=scout_model,
         source=source,
         tokenizer=tokenizer,
         texts=TextRules.from_checkpoint(files.target, tokenizer, target.vocab_size),
-        notes=_notes(setup, draft),
+        notes=_notes(setup, drafts),
         scans=scans,
         damage=damage,
         identities=identities,
@@ -114,9 +122,9 @@ def open_pair(
     return pair
 
 
-def _notes(setup: Setup, draft: TreeModel | None) -> list[str]:
-    """Return lines for the user on features that the two models lack."""
-    notes = [foreign_note(draft.foreign_ids)] if draft and draft.foreign_ids else []
+def _notes(setup: Setup, drafts: Iterable[TreeModel]) -> list[str]:
+    """Return lines for the user on features that the models lack."""
+    notes = [foreign_note(draft.foreign_ids) for draft in drafts if draft.foreign_ids]
     if (plan := setup.minimal_plan).turns:
         notes.append(
             f"a text that grows beyond {plan.turning_point} tokens is read anew once: longrope turns "
@@ -152,22 +160,22 @@ def _open_files(
 
 
 def read_pair(pair: ModelPair) -> list[KernelChoice]:
-    """Read all of the draft, and the target's weights outside its layers.
+    """Read all of the drafts, and the target's weights outside its layers.
 
     Returns how each model's coded weights are expanded. That is tried before layers are read, since
     a quantised draft expands its own once and then has none left to try.
     """
     target = pair.target
-    draft = pair.draft
+    drafts = [draft for draft in (pair.draft, pair.scout) if draft is not None]
     total_bytes = target.rest_bytes
-    if draft is not None:
-        total_bytes += draft.rest_bytes + draft.layers_bytes
+    total_bytes += sum(draft.rest_bytes + draft.layers_bytes for draft in drafts)
     count = counter(total_bytes, pair.setup.hooks.on_bytes)
     count(target.read_rest(pair.source.fetch))
     target.bring_samples(pair.source.fetch)
     choices = [_pick_expansion(pair, target, pair.source)]
-    if draft is not None:
-        watcher = pair.identities.watching("draft", pair.scans[1].look)
+    for draft, scan in zip(drafts, pair.scans[1:], strict=True):
+        is_named = draft is pair.draft
+        watcher = pair.identities.watching("draft", scan.look) if is_named else scan.look
         source = _open_files(pair.setup, draft.checkpoint, None, watcher)
         with closing(source):
             count(draft.read_rest(source.fetch, target))

@@ -77,10 +77,11 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
     drafter = proposer_of(
         pair.draft,
         pair.target.vocab_size,
-        plan.draft_slots,
+        plan.draft_slots if pair.scout is None else plan.tier_slots,
         config.choice.kernels,
         config.sources,
         config.trees.step_s,
+        pair.scout,
     )
     return Decoder(target, drafter, config, resources=resources.pop_all(), notes=pair.notes)
 
@@ -97,7 +98,7 @@ def _measure(pair: ModelPair, trees: RunTrees, team: Team, resources: ExitStack)
     most = setup.plan_for(trees.most_nodes)
     # for the largest trees: layers for which only these leave no room then stream with them
     if most.is_streamed:
-        pair.notes.extend(send_beside_layers(setup.device, resources, target, draft))
+        pair.notes.extend(send_beside_layers(setup.device, resources, target, draft, pair.scout))
 
     # the first weights are read here: everything that can be refused was
     hooks.on_phase("reading embeddings" if draft is None else "reading draft and embeddings")

@@ -15,7 +15,7 @@ from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.sizes import model_shape
 from offload.memory.sizes import cache_slots
 from offload.memory.tiers import ExpertPoolSize, LayerTier
-from offload.trees.topology import most_rows
+from offload.trees.topology import most_rows, tier_rows
 from offload.units import format_bytes, is_decimal
 
 _ROOMY_BYTES = 1 << 59
@@ -252,6 +252,11 @@ class MemoryPlan:
     def draft_slots(self) -> int:
         """Return the draft's S, which includes rows that it runs and no tree takes."""
         return cache_slots(self.context, most_rows(self.num_nodes), self.parallel)
+
+    @property
+    def tier_slots(self) -> int:
+        """Return the S of a copy and of its scout, with guesses that the copy did not share."""
+        return cache_slots(self.context, tier_rows(self.num_nodes), self.parallel)
 
     @property
     def _computing_bytes(self) -> int:

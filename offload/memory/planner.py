@@ -252,6 +252,12 @@ class _MemoryLayout(NamedTuple):
         return plan
 
     @property
+    def drafts(self) -> list[ModelShape]:
+        """Return the draft, and the scout below it, as far as there are any."""
+        scout = self.draft and self.draft.scout
+        return [model for model in (self.draft, scout) if model is not None]
+
+    @property
     def is_gpu(self) -> bool:
         return self.budget.gpu_bytes is not None
 
@@ -260,7 +266,7 @@ class _MemoryLayout(NamedTuple):
         """Return the program's bytes on the host, a driver or a compiler included."""
         if self.is_gpu:
             return RUNTIME_BYTES + HOST_RUNTIME_BYTES
-        is_compiled = any(model.is_compiled for model in (self.target, self.draft) if model)
+        is_compiled = any(model.is_compiled for model in (self.target, *self.drafts))
         return RUNTIME_BYTES + (COMPILER_BYTES if _HAS_COMPILER and is_compiled else 0)
 
     def _without_layers(self) -> MemoryPlan:
@@ -317,11 +323,11 @@ class _MemoryLayout(NamedTuple):
 
     def _computing_tier(self, bare: MemoryPlan) -> MemoryTier:
         """Return the tier where layers are computed: a GPU's memory, or the host's."""
-        target, draft, budget, *_ = self
+        target, _, budget, *_ = self
         where = "RAM"
         argument = "ram"
         budget_bytes = budget.ram_bytes
-        passing_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
+        passing_bytes = max(model.beside_bytes for model in (target, *self.drafts))
         if budget.gpu_bytes is not None:
             where = "device memory"
             argument = "gpu_memory"
@@ -351,12 +357,12 @@ class _MemoryLayout(NamedTuple):
 
     def _feeding_tier(self, bare: MemoryPlan) -> MemoryTier:
         """Return the pinned memory that feeds a GPU; loading passes where layers will lie."""
-        target, draft, budget, *_ = self
+        target, _, budget, *_ = self
         fixed_bytes = bare.total_bytes
         # a head is expanded from what lies beside
         passing = [NUM_LOADERS * max(target.layer_bytes), target.head_bytes + target.beside_bytes]
-        if draft is not None:
-            passing += [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes]
+        for model in self.drafts:
+            passing += [*model.layer_bytes, model.rest_bytes, model.beside_bytes]
 
         def refusal(least_bytes: int) -> UserError:
             return TooLittleMemoryError(

@@ -6,7 +6,7 @@ is the most that is held at a time.
 
 from offload.checkpoint.sizes import ModelShape
 from offload.sampling_options import NOISE_POSITIONS
-from offload.trees.topology import PACES, most_rows
+from offload.trees.topology import PACES, most_rows, tier_rows
 
 # code that runs for the first time, tokenizer, scratch of the matrix library: measured
 RUNTIME_BYTES = 112 << 20
@@ -78,12 +78,31 @@ def stepping_bytes(shape: ModelShape, num_rows: int) -> int:
 def draft_bytes(
     draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1
 ) -> int:
-    """Return the bytes of a draft that stays whole; CUDA graphs keep activations of their own."""
-    source_tokens = context if draft.encoder_bytes else 0
-    slots = source_tokens + cache_slots(context, most_rows(num_nodes), parallel)
-    kv_bytes = parallel * draft.kv_bytes_per_token * slots + states_bytes(
-        draft, most_rows(num_nodes), parallel
+    """Return the bytes of a draft that stays whole, and of the scout below it.
+
+    CUDA graphs keep activations of their own.
+    """
+    num_rows = most_rows(num_nodes) if draft.scout is None else tier_rows(num_nodes)
+    models = [model for model in (draft, draft.scout) if model is not None]
+    return sum(
+        _draft_bytes(model, context, num_nodes, num_rows, is_gpu=is_gpu, parallel=parallel)
+        for model in models
     )
+
+
+def _draft_bytes(
+    draft: ModelShape,
+    context: int,
+    num_nodes: int,
+    num_rows: int,
+    *,
+    is_gpu: bool,
+    parallel: int,
+) -> int:
+    """Return the bytes of one model that runs this many rows for a tree."""
+    source_tokens = context if draft.encoder_bytes else 0
+    slots = source_tokens + cache_slots(context, num_rows, parallel)
+    kv_bytes = parallel * draft.kv_bytes_per_token * slots + states_bytes(draft, num_rows, parallel)
     weights_bytes = draft.num_bytes + draft.cast_bytes * len(
         (*draft.layer_bytes, *draft.encoder_bytes)
     )
@@ -98,20 +117,20 @@ def draft_bytes(
         weights_bytes
         + kv_bytes
         + (2 if is_gpu else 1) * pass_bytes
-        + growth_bytes(draft.vocab_size, num_nodes)
+        + growth_bytes(draft.vocab_size, num_nodes, num_rows)
     )
 
 
 def taps_bytes(draft: ModelShape, num_rows: int) -> int:
     """Return the bytes of hidden states that a pass over this many rows hands a draft."""
-    return _TAP_COPIES * draft.tap_row_bytes * num_rows
+    row_bytes = draft.tap_row_bytes + (draft.scout.tap_row_bytes if draft.scout else 0)
+    return _TAP_COPIES * row_bytes * num_rows
 
 
-def growth_bytes(vocab_size: int, num_nodes: int) -> int:
+def growth_bytes(vocab_size: int, num_nodes: int, num_rows: int) -> int:
     """Return the bytes of ranking in dynamic trees: float32 scores of all rows, and copies."""
     widest = max(pace.rows_per_pass(num_nodes) for pace in PACES)
-    num_rows = most_rows(num_nodes) + _RANKING_COPIES * widest
-    return 4 * vocab_size * num_rows if num_nodes > 1 else 0
+    return 4 * vocab_size * (num_rows + _RANKING_COPIES * widest) if num_nodes > 1 else 0
 
 
 def distribution_bytes(vocab_size: int, num_nodes: int) -> int:

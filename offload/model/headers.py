@@ -55,6 +55,10 @@ def specified(checkpoint: Checkpoint, *, is_checked: bool = False) -> Checkpoint
 
     `is_checked` also raises `UserError` where loading would find that files and model do not match.
     """
+    if checkpoint.scout is not None:
+        scout = specified(checkpoint.scout, is_checked=is_checked)
+        alone = specified(replace(checkpoint, scout=None), is_checked=is_checked)
+        return replace(alone, scout=scout)
     spec = _kept(checkpoint)
     if spec is None or (is_checked and not spec.is_checked):
         # this imports torch
@@ -70,7 +74,12 @@ def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return a checkpoint with a description of its layers; None if it has to be built first.
 
     For a Llama-like model sizes suffice, though they do not show whether loading refuses its files.
+    A copy and its scout are known both, or neither is.
     """
+    if checkpoint.scout is not None:
+        scout = known_layers(checkpoint.scout)
+        alone = known_layers(replace(checkpoint, scout=None))
+        return None if alone is None or scout is None else replace(alone, scout=scout)
     kept = _kept(checkpoint)
     if kept is not None:
         return replace(checkpoint, layers=kept.layers)

@@ -24,7 +24,7 @@ from offload.checkpoint.heads import (
 )
 from offload.checkpoint.open import require_name
 from offload.errors import UserError, require
-from offload.planning.quantised_drafts import copied, held_draft
+from offload.planning.quantised_drafts import OWN, copied, copy_and_scout, held_draft
 
 PathLike = str | os.PathLike[str]
 MODEL = "model"
@@ -44,6 +44,7 @@ class DraftKind:
         adapt: changes headers of a folder of its own to those that are loaded beside the target's.
         lies_in: whether a target's own files have it.
         works_in_ranks: whether several processes can share the target.
+        is_scout: whether it may guess below a copy.
     """
 
     opens: str
@@ -51,12 +52,15 @@ class DraftKind:
     adapt: Callable[[Checkpoint, Checkpoint], Checkpoint] = lambda _, draft: draft
     lies_in: Callable[[Checkpoint], bool] = lambda _: False
     works_in_ranks: bool = False
+    is_scout: bool = False
 
 
 KINDS = {
-    MODEL: DraftKind("offload.drafting.model_drafter", works_in_ranks=True),
-    "self": DraftKind("offload.drafting.model_drafter", of_target=copied),
-    "mtp": DraftKind("offload.drafting.mtp", of_target=mtp_checkpoint, lies_in=has_mtp),
+    MODEL: DraftKind("offload.drafting.model_drafter", works_in_ranks=True, is_scout=True),
+    OWN: DraftKind("offload.drafting.model_drafter", of_target=copied),
+    "mtp": DraftKind(
+        "offload.drafting.mtp", of_target=mtp_checkpoint, lies_in=has_mtp, is_scout=True
+    ),
     EAGLE3: DraftKind("offload.drafting.eagle3", adapt=eagle3_checkpoint),
     DFLASH: DraftKind("offload.drafting.dflash", adapt=dflash_checkpoint),
     ASSISTANT: DraftKind("offload.drafting.assistant", adapt=assistant_checkpoint),
@@ -66,7 +70,7 @@ KINDS[AUTO] = KINDS["mtp"]
 
 
 class DraftSpec(NamedTuple):
-    """What is named by `draft`: one draft with weights, and sources of guesses beside it."""
+    """What is named by `draft`: a draft with weights, or a copy and its scout, and sources beside it."""
 
     draft: str | None
     looks_up: bool
@@ -87,11 +91,16 @@ class DraftSpec(NamedTuple):
                 stores.append(path)
             elif part != _LOOKUP:
                 drafts.append(part)
-        rule = "`draft` joins one draft with lookup and one store:PATH"
-        for named in (drafts, stores):
-            require(len(named) < 2, rule, " and ".join(named), "leave all but one of them out")
+        rule = "`draft` joins one draft, or a copy and one below it, with lookup and one store:PATH"
+        kinds = [kind_of(draft)[0] for draft in drafts]
+        are_tiers = kinds[:1] == [OWN] and AUTO not in kinds
+        are_tiers = are_tiers and all(KINDS[kind].is_scout for kind in kinds[1:])
+        for named, most in ((drafts, 2 if are_tiers else 1), (stores, 1)):
+            require(
+                len(named) <= most, rule, " and ".join(named), "leave out those that are too many"
+            )
         require("" not in drafts, rule, repr(whole), "name each, such as mtp+lookup")
-        return cls(next(iter(drafts), None), _LOOKUP in parts, next(iter(stores), None))
+        return cls("+".join(drafts) or None, _LOOKUP in parts, next(iter(stores), None))
 
 
 def kind_of(draft: PathLike) -> tuple[str, str]:
@@ -99,7 +108,7 @@ def kind_of(draft: PathLike) -> tuple[str, str]:
 
     A folder of the name is a small model, whatever the name is.
     """
-    name, colon, value = str(draft).partition(":")
+    name, colon, value = copy_and_scout(draft)[0].partition(":")
     if name in KINDS and name != MODEL and (colon or not os.path.isdir(str(draft))):
         return name, value
     return MODEL, str(draft)
@@ -131,6 +140,15 @@ def files_of(
         draft = carried_kind(target)
     if draft is None:
         return ModelFiles(target)
+    copy, scout = copy_and_scout(draft)
+    if scout is not None:
+        made = files_of(headers[:1], copy, draft_dtype, ranks).draft
+        below = files_of(headers, scout, None, ranks).draft
+        assert made is not None and below is not None, "both are named"
+        rule = "a model that guesses below a copy reads tokens alone, or is mtp"
+        is_scout = KINDS[below.draft_kind].is_scout
+        require(is_scout, rule, f"{below.name}, {below.draft_kind}", f"name it alone, {scout}")
+        return ModelFiles(target, replace(made, scout=below))
     name, value = kind_of(draft)
     if len(headers) > 1 and name == MODEL:
         refuse_other_heads(headers[1])
@@ -155,7 +173,7 @@ def models_to_read(model: PathLike, draft: PathLike | None) -> list[PathLike]:
     """Return the models whose files are read, the target first; some drafts have its files."""
     if draft is None:
         return [model]
-    name, value = kind_of(draft)
+    name, value = kind_of(copy_and_scout(draft)[1] or draft)
     return [model] if KINDS[name].of_target else [model, value]
 
 

@@ -22,9 +22,16 @@ _KINDS = " or ".join(f"{OWN}:{name}" for name in BITS)
 _LEAST_GAIN = 1.5  # bits of the weights over those of the quantised draft
 
 
+def copy_and_scout(draft: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """Return the name of a draft without the scout below it, and that of the scout: `self:int4+MODEL`."""
+    copy, plus, scout = str(draft).partition("+")
+    has_scout = plus and copy.partition(":")[0] == OWN and not os.path.exists(draft)
+    return (copy, scout) if has_scout else (str(draft), None)
+
+
 def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
     """Return the bits of a self draft, else None. Raises `UserError` for other forms of `self`."""
-    source, colon, kind = str(draft or "").partition(":")
+    source, colon, kind = copy_and_scout(draft or "")[0].partition(":")
     if source != OWN or (not colon and os.path.isdir(str(draft))):
         return None
     rule = f"`draft` {OWN} is the target in fewer bits, {_KINDS}"

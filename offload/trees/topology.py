@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 from offload.errors import UserError, require
 
 _ROOM = 1.25  # rows per node, those that are run in vain included
+# the same where a scout guesses below a copy: three of its guesses in four are in vain
+_TIER_ROOM = 4
 # rows of one draft pass: the most that a device replays from a recording, and no longer free on any
 _MOST_ROWS = 128
 
@@ -87,6 +89,14 @@ PACES = (GrowthSchedule(4, 2, 1.1), GrowthSchedule(8, 4, 1.03))
 def most_rows(num_nodes: int) -> int:
     """Return the rows, root included, that growing a tree of `num_nodes` runs at most."""
     return int(_ROOM * num_nodes)
+
+
+def tier_rows(num_nodes: int) -> int:
+    """Return the rows, root included, that a copy or its scout runs at most for such a tree.
+
+    Guesses that the copy did not share are among them.
+    """
+    return _TIER_ROOM * num_nodes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

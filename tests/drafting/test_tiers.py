@@ -1,16 +1,35 @@
-"""A copy verifies in its own passes what lookup guesses: the same trees and texts, in fewer passes."""
+"""A copy verifies in its own passes what lookup and a scout guess: the same trees and texts, in fewer passes."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny import Pair
+import torch
+from plans import model_shape, plan_memory
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, Pair, build, save
 
 import offload
+from offload import Request
+from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import Trie
 from offload.drafting import dynamic
+from offload.drafting.base import DraftText
 from offload.drafting.lookup import Guesses, SourceWeights, TrieGuesses
+from offload.drafting.model_drafter import ModelDrafter
+from offload.drafting.scouting import TieredDrafter
 from offload.drafting.tiers import Standing, guesses_behind
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.engine.scheduler import write_all
+from offload.errors import UserError
+from offload.planning.draft_kinds import files_of
+from offload.sampling_options import Sampling
+from offload.trees.topology import DynamicShape
+
+PROMPT = [3, 4, 5, 6, 7, 8, 9, 10] * 6
 
 
 def chain_of(*tokens: int) -> Trie:
@@ -44,36 +63,152 @@ def test_the_likeliest_guesses_stand_behind_what_was_picked_parents_first() -> N
     assert not guesses_behind(guesses, unlikely, 8, 64), "such a row would be in vain"
 
 
+def opened(target: Path, draft: str | None, **more: Any) -> Decoder:
+    tree = "none" if draft is None else "dynamic:32x31"
+    how = {"tree": tree, "lookup": False, "profile": "none", "context": 256, "dtype": "float32"}
+    return offload.load(str(target), draft, **{**how, **more})
+
+
+def passes_of(target: Path, draft: str | None, temperature: float, **more: Any) -> tuple[list[int], int, float]:
+    """Return the ids of a text, the passes of what drafted, and the tokens that it brought."""
+    num_passes = 0
+    with opened(target, draft, **more) as decoder:
+        propose = decoder.drafter.propose
+
+        def counted(*args: Any) -> Any:
+            nonlocal num_passes
+            trees = propose(*args)
+            num_passes += len(decoder.drafter.widths)
+            return trees
+
+        decoder.drafter.propose = counted  # type: ignore[method-assign]
+        found = decoder.generate(PROMPT, max_new_tokens=64, temperature=temperature, seed=5)
+        return found.token_ids, num_passes, found.stats.tokens_per_sweep
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_that_of_no_draft_and_of_the_copy_alone_in_fewer_passes(
     temperature: float, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, _ = pair
-    prompt = [3, 4, 5, 6, 7, 8, 9, 10] * 6
-
-    def run(draft: str | None, lookup: Any) -> tuple[list[int], int, float]:
-        num_passes = 0
-        tree = "none" if draft is None else "dynamic:32x31"
-        with offload.load(str(target), draft, tree=tree, lookup=lookup, profile="none", context=256) as decoder:
-            propose = decoder.drafter.propose
-
-            def counted(*args: Any) -> Any:
-                nonlocal num_passes
-                trees = propose(*args)
-                num_passes += len(decoder.drafter.widths)
-                return trees
-
-            monkeypatch.setattr(decoder.drafter, "propose", counted)
-            found = decoder.generate(prompt, max_new_tokens=64, temperature=temperature, seed=5)
-            return found.token_ids, num_passes, found.stats.tokens_per_sweep
-
-    alone, _, _ = run(None, False)
-    copied, _, tokens = run("self:int4", False)
-    tiered, fewer, more = run("self:int4", True)
+    target, small = pair
+    alone, _, _ = passes_of(target, None, temperature)
+    copied, many, tokens = passes_of(target, "self:int4", temperature)
+    scouted, few, scouted_tokens = passes_of(target, f"self:int4+{small}", temperature)
+    tiered, fewer, more = passes_of(target, "self:int4", temperature, lookup=True)
     # guesses are scored once, before the tree grows, and stand in no tier
     monkeypatch.setattr(dynamic, "ROWS_OF_PASS", 0)
-    joined, passes, _ = run("self:int4", True)
-    assert alone == copied == tiered == joined
-    assert more > 0.9 * tokens
+    joined, passes, _ = passes_of(target, "self:int4", temperature, lookup=True)
+    assert alone == copied == scouted == tiered == joined
+    assert min(more, scouted_tokens) > 0.9 * tokens
+    assert few < 0.8 * many
     if not temperature:
         assert fewer <= passes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_any_tree_memory_and_number_of_texts_gives_the_text_of_no_draft(
+    temperature: float, pair: Pair, tmp_path: Path
+) -> None:
+    _, small = pair
+    draft = f"self:int4+{small}"
+    config = FAMILIES["llama"]()
+    config.num_hidden_layers = 8  # or what passes while layers are rounded has all of them stay
+    target = save(build(config), tmp_path / "target")
+    alone, _, _ = passes_of(target, None, temperature)
+    files = files_of([open_checkpoint(target), open_checkpoint(small)], draft, None)
+    roomy = plan_memory(files, ram=1 << 40, dtype="float32", context=256, num_nodes=32)
+    ram = roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+    with opened(target, draft, ram=ram) as decoder:
+        assert decoder.plan.streamed_bytes
+    for more in ({"tree": "16x6"}, {"tree": "chain:4"}, {"tree": "auto"}, {"ram": ram}, {"lookup": True}):
+        assert passes_of(target, draft, temperature, **more)[0] == alone, more
+    prompts = [PROMPT, PROMPT[:7], [5], PROMPT[3:]]
+    sampling = Sampling(temperature=temperature, seed=5)
+    with opened(target, None) as decoder:
+        wanted = [decoder.run(ids, sampling, max_new_tokens=20).result().token_ids for ids in prompts]
+    with opened(target, draft, parallel=3) as decoder:
+        requests = [Request(ids, sampling, 20) for ids in prompts]
+        outcomes = {finished.number: finished.outcome for finished in write_all(decoder, requests)}
+    for number, ids in enumerate(wanted):
+        outcome = outcomes[number]
+        assert isinstance(outcome, Generation) and outcome.token_ids == ids
+
+
+def worst_gap(decoder: Decoder) -> float:
+    """Return how far both caches are from those of drafters that read the text anew, over some steps."""
+    drafter: Any = decoder.drafter
+    text = decoder.begin(PROMPT, Sampling(temperature=0.7, seed=3), shape=DynamicShape(24, 12))
+    worst = 0.0
+    for _ in range(5):
+        decoder.step(text)
+        state = text.caches.draft
+        for model, cache in ((drafter, state.copy), (drafter._scout, state.scout)):
+            fresh = ModelDrafter(model.model, drafter._vocab_size, 512)
+            anew = fresh.new_state()
+            fresh.propose([DraftText(DynamicShape(2, 1), text.tokens[: cache.length], text.sampler, anew)])
+            for layer, states in cache.states(cache.length).items():
+                for name, rows in anew.states(cache.length)[layer].items():
+                    worst = max(worst, float((states[name] - rows).abs().max()))
+    return worst
+
+
+def rows_of_the_scout(drafter: TieredDrafter, tree: Any, path: Any, sampler: Any, state: Any) -> None:
+    scouted = state.tree
+    ModelDrafter.accepted(drafter, tree, path, sampler, state.scout)
+    state.tree = scouted
+    state.copy.commit([row - 1 for row in scouted.row_of.values() if row][: len(path.nodes) - 1])
+
+
+def test_both_caches_hold_the_accepted_path_and_a_mix_up_shows(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(pair[0], f"self:int4+{pair[1]}") as decoder:
+        assert worst_gap(decoder) < 1e-3
+        monkeypatch.setattr(TieredDrafter, "accepted", rows_of_the_scout)
+        assert worst_gap(decoder) > 1e-2
+
+
+def test_layers_that_the_target_carries_may_be_the_scout(pair: Pair, tmp_path: Path) -> None:
+    tensors = {name: rows for file in pair[0].glob("*.safetensors") for name, rows in load_file(file).items()}
+    layer = {name.removeprefix("model.layers.0."): rows for name, rows in tensors.items() if "layers.0." in name}
+    mtp = {f"layers.0.{name}": rows.clone() for name, rows in layer.items()}
+    width = len(tensors["model.norm.weight"])
+    mtp["fc.weight"] = torch.cat((torch.eye(width), torch.zeros(width, width)), 1)
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    mtp |= {f"{name}.weight": torch.ones(width) for name in norms}
+    added = {f"mtp.{name}": rows for name, rows in mtp.items()}
+    save_file(tensors | added, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((pair[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    for temperature in (0.0, 0.7):
+        alone, _, _ = passes_of(tmp_path, None, temperature)
+        with opened(tmp_path, "self:int4+mtp") as decoder:
+            assert decoder.generate(PROMPT, max_new_tokens=64, temperature=temperature, seed=5).token_ids == alone
+            assert decoder.drafter._times._are_seen, "nothing was guessed"
+
+
+def test_a_plan_counts_copy_and_scout_once(pair: Pair) -> None:
+    target, small = (open_checkpoint(folder) for folder in pair)
+    draft = f"self:int4+{pair[1]}"
+    files = files_of([target, small], draft, None)
+    assert files.draft is not None and files.draft.scout is not None
+    with opened(pair[0], "self:int4") as copied, opened(pair[0], draft) as decoder:
+        more = decoder.plan.draft_bytes - copied.plan.draft_bytes
+        assert decoder.drafter.num_bytes == copied.drafter.num_bytes + decoder.drafter._scout.num_bytes
+    assert more > model_shape(small).num_bytes, "its rows and caches besides"
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [("{small}+self:int4", "a copy and one below it"), ("self:int4+{small}+mtp", "a copy and one below it"),
+     ("self:int4+auto", "a copy and one below it"), ("self:int4+self:int8", "a copy and one below it"),
+     ("self:int4+eagle3:{small}", "a copy and one below it"), ("self:int4+", "name each"),
+     ("self:int4+{other}", "share the target's vocabulary"), ("self:int4+/nowhere", "nowhere")],
+)  # fmt: skip
+def test_what_cannot_guess_below_a_copy_is_named_in_one_line(
+    draft: str, said: str, pair: Pair, tmp_path: Path, _no_weights: None
+) -> None:
+    config = FAMILIES["llama"]()
+    config.vocab_size = 150
+    other = save(build(config), tmp_path / "other") if "other" in draft else None
+    with pytest.raises(UserError, match=said) as told:
+        offload.load(str(pair[0]), draft.format(small=pair[1], other=other))
+    assert "\n" not in str(told.value)
