@@ -64,6 +64,7 @@ def proposer_of(
     kernels: KernelSet,
     sources: GuessSources,
     step_s: StepSeconds,
+    *,
     scout: TreeModel | None = None,
 ) -> Proposer:
     """Return the proposer: a draft, other sources, both, or with neither one of root-only trees.

@@ -128,7 +128,8 @@ class ScoutTree:
             tried, rate = self._worth(nodes, len(picked), order[:room], num_passes, pass_s)
             if rate <= best:
                 break
-            chosen, best = tried, rate
+            chosen = tried
+            best = rate
             to_run = [index for index in order[:room] if index not in are_run][:_ROWS_OF_SCOUT]
         ended_s = time.perf_counter()
         size = _relative(pass_s, len(picked) + len(chosen))

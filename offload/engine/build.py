@@ -84,15 +84,7 @@ def open_pair(
     )
     resources.callback(target.close)
     tokenizer = load_tokenizer(files.target.tokenizer_path)
-    draft = open_draft(files, dtype, torch_device)
-    scout = files.draft and files.draft.scout
-    scout_model = None if scout is None else open_model(scout, dtype, torch_device)
-    drafts = [model for model in (draft, scout_model) if model is not None]
-    for model in drafts:
-        resources.callback(model.close)
-        words = (Vocabulary(each.vocab_size, each.start_ids) for each in (target, model))
-        pair_files = files._replace(draft=model.checkpoint)
-        model.foreign_ids = check_vocabulary(tokenizer, pair_files, *words)
+    drafts = _open_drafts(setup, target, tokenizer, resources)
     limit = setup.options.limit_bytes_per_s
     identities = Identities(
         files, setup.open_source, dtype=dtype, limit_bytes_per_s=limit, is_wished=is_summed
@@ -100,16 +92,15 @@ def open_pair(
     damage = list[str]()
     scans = tuple(
         WeightScan(checkpoint, damage.append)
-        for checkpoint in (*files, scout)
-        if checkpoint is not None
+        for checkpoint in (files.target, *(draft.checkpoint for draft in drafts))
     )
     source = _open_files(setup, files.target, limit, identities.watching("target", scans[0].look))
     resources.callback(source.close)
     pair = ModelPair(
         setup=setup,
         target=target,
-        draft=draft,
-        scout=scout_model,
+        draft=next(iter(drafts), None),
+        scout=next(iter(drafts[1:]), None),
         source=source,
         tokenizer=tokenizer,
         texts=TextRules.from_checkpoint(files.target, tokenizer, target.vocab_size),
@@ -120,6 +111,21 @@ def open_pair(
     )
     _check(pair, request)
     return pair
+
+
+def _open_drafts(
+    setup: Setup, target: TreeModel, tokenizer: Tokenizer | None, resources: ExitStack
+) -> list[TreeModel]:
+    """Return the draft, and the scout below it, as far as they are named. Raises `UserError`."""
+    files = setup.files
+    drafts = list[TreeModel]()
+    while (draft := open_draft(files, setup.dtype, setup.device.torch_device)) is not None:
+        resources.callback(draft.close)
+        words = (Vocabulary(model.vocab_size, model.start_ids) for model in (target, draft))
+        draft.foreign_ids = check_vocabulary(tokenizer, files, *words)
+        drafts.append(draft)
+        files = files._replace(draft=draft.checkpoint.scout)
+    return drafts
 
 
 def _notes(setup: Setup, drafts: Iterable[TreeModel]) -> list[str]:

@@ -81,7 +81,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         config.choice.kernels,
         config.sources,
         config.trees.step_s,
-        pair.scout,
+        scout=pair.scout,
     )
     return Decoder(target, drafter, config, resources=resources.pop_all(), notes=pair.notes)
 

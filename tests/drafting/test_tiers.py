@@ -125,7 +125,8 @@ def test_any_tree_memory_and_number_of_texts_gives_the_text_of_no_draft(
     prompts = [PROMPT, PROMPT[:7], [5], PROMPT[3:]]
     sampling = Sampling(temperature=temperature, seed=5)
     with opened(target, None) as decoder:
-        wanted = [decoder.run(ids, sampling, max_new_tokens=20).result().token_ids for ids in prompts]
+        how = {"temperature": temperature, "seed": 5, "max_new_tokens": 20}
+        wanted = [decoder.generate(ids, **how).token_ids for ids in prompts]
     with opened(target, draft, parallel=3) as decoder:
         requests = [Request(ids, sampling, 20) for ids in prompts]
         outcomes = {finished.number: finished.outcome for finished in write_all(decoder, requests)}
