@@ -55,7 +55,8 @@ class ModelChoice:
         differs={"tune": {"is_required": True, "help": "small model that guesses ahead, or self:int4, self:int8"}},
         doc="what guesses ahead: a small model, `self:int4` or `self:int8`, `mtp`, "
         "`eagle3:PATH`, `dflash:PATH`, `auto`; see [drafts](drafts.md); "
-        "`A+lookup+store:PATH` joins others to it",
+        "`A+lookup+store:PATH` joins others to it, `self:int4+MODEL` or `self:int4+mtp` a smaller one "
+        "that guesses below the copy",
     )
 
     def names(self) -> tuple[str, str | None]:

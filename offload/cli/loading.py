@@ -93,6 +93,7 @@ class Loading:
         """
         from offload.engine.load import open_decoder
         from offload.planning.budget import ram_warning
+        from offload.planning.quantised_drafts import copy_and_scout
 
         def on_layer() -> None:
             console.layer_done()
@@ -106,7 +107,8 @@ class Loading:
             console.clear()
             choice = decoder.tree_choice(request.sampling) if tells_tree else None
             named = self.options.draft
-            draft = None if named is None else Path(named).absolute().name
+            parts = () if named is None else filter(None, copy_and_scout(named))
+            draft = "+".join(Path(part).absolute().name for part in parts) or None
             layout = {"is_decimal": console.is_decimal}
             console.say(opening_lines(self.model_name, draft, decoder, choice, **layout))
             console.detail(detail_lines(decoder, choice if draft else None))
