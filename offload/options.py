@@ -129,7 +129,8 @@ class ModelOptions:
     )
     device: str = option(
         "--device", default="auto", metavar="DEVICE", commands=_LOAD,
-        help="device that computes: auto, cpu, cuda or cuda:N",
+        help="device that computes: auto, cpu, cuda, cuda:N, or several cards, cuda:N,M",
+        doc="device that computes: auto, cpu, cuda, cuda:N, or [several cards](ranks.md#two-cards), cuda:N,M",
     )
     gpu_memory: str | int | None = option(
         "--gpu-mem", metavar="SIZE", reads=ByteSize.parse, commands=_LOAD, differs={"plan": {"is_main": True}},
@@ -213,13 +214,13 @@ class ModelOptions:
     )
     # values per rank are read by it
     ranks: str | None = option(
-        "--ranks", metavar="ROLES", is_eager=True, commands=_WRITE, group="Expert",
-        help="roles of the ranks that offload launch starts: shards, or stages:0-2,draft:3; see "
-        "docs/ranks.md",
-        doc="among [ranks](ranks.md) of `offload launch`: `shards`, or `stages:0-2,draft:3`",
+        "--ranks", metavar="ROLES", is_eager=True, commands=(*_RUN, "plan"), group="Expert",
+        help="roles of the ranks that offload launch starts, or of several cards: shards, or "
+        "stages:0-2,draft:3; see docs/ranks.md",
+        doc="among [ranks](ranks.md) of `offload launch` or several cards: `shards`, or `stages:0-2,draft:3`",
     )
     pipeline: str | None = option(
-        "--pipeline", metavar="MODE", commands=_WRITE, group="Expert",
+        "--pipeline", metavar="MODE", commands=_RUN, group="Expert",
         help="how stages run: async, sync or plain, with settings; see docs/ranks.md",
         doc="how [runs of stages follow each other](ranks.md#runs-in-flight---pipeline): "
         "`async` (default with a draft), `sync` or `plain`, with settings",

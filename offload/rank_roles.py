@@ -10,7 +10,9 @@ Invariant: `pipeline` never changes what is emitted. No torch, so a command can 
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -30,6 +32,7 @@ _FORM = (
 )
 _RULE = "`ranks` must be shards or such as stages:0-2,draft:3"
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+_CARDS = re.compile(r"cuda:(\d{1,4}(?:,\d{1,4})+)|cpu(?:,cpu)+", re.ASCII)
 
 
 class Roles(NamedTuple):
@@ -116,8 +119,66 @@ class RankInfo(NamedTuple):
     port: int
 
 
-def find_place(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """Return torchrun's settings, or None. Raises `UserError` for impossible numbers."""
+_PLACE = ContextVar[RankInfo | None]("place", default=None)
+
+
+@contextmanager
+def placed(place: RankInfo) -> Iterator[None]:
+    """Let `find_place` return this meanwhile, in this thread, whatever the environment says."""
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+def is_placed() -> bool:
+    """Return True within `placed`."""
+    return _PLACE.get() is not None
+
+
+def cards_of(device: str) -> tuple[str, ...]:
+    """Return the device of each rank where a name is that of several, such as `cuda:0,1`; else none.
+
+    `cpu,cpu` rehearses two cards on the host. Raises `UserError` for a card that is named twice.
+    """
+    match = _CARDS.fullmatch(device)
+    if match is None:
+        return ()
+    if match[1] is None:
+        return tuple(device.split(","))
+    numbers = [int(number) for number in match[1].split(",")]
+    rule = "`device` must name each card once"
+    require(len({*numbers}) == len(numbers), rule, device, "such as cuda:0,1")
+    return tuple(f"cuda:{number}" for number in numbers)
+
+
+def shared_by(device: str, ranks: str | None) -> str | None:
+    """Return the option by which several processes share the target, as error lines name it."""
+    if cards_of(device) and ranks in (None, "shards"):
+        return f"`device` {device}"
+    return None if ranks is None else f"`ranks` {ranks}"
+
+
+def require_no_launcher(device: str, words: str | None = None) -> None:
+    """Raise `UserError` where another launcher starts this, and the processes of these cards are its.
+
+    `words` name a launcher that is about to; else the environment tells of one.
+    """
+    launcher = words or ("torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else None)
+    rule = f"`device` {device} starts a process for each card by itself"
+    require(launcher is None, rule, launcher, "leave that out, or name one card for each rank")
+
+
+def find_place(environment: Mapping[str, str] | None = None) -> RankInfo | None:
+    """Return the place that `placed` gives, else torchrun's settings, or None.
+
+    An environment that is named is asked alone. Raises `UserError` for impossible numbers.
+    """
+    if environment is None:
+        if (place := _PLACE.get()) is not None:
+            return place
+        environment = os.environ
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     address = environment.get("MASTER_ADDR", "")

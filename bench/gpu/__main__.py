@@ -89,6 +89,8 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
         place = large = "--device pretend --layers 8"
     facts = "-m offload.bench.gpu.machine_facts --rows {rows}"
     kernels = "-m offload.bench.suite kernels --rows {rows}"
+    several = "cpu,cpu" if is_rehearsal else "cuda:0,1"
+    cards = f"-m offload.bench.gpu.cards --rows {{rows}} --device {several}"
     workers = "-p xdist -n 8" if find_spec("xdist") else ""
     promised = "enqueue sweeps drafting trees trace soak memory link accelerate"
     traced = f"--trace {{out}}/trace.json {place}"
@@ -99,6 +101,7 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
         Step("device", _device(promised, traced), 260, 120, gate),
         Step("plain", _device("plain", place), 90, 50, gate, is_invariant=False),
         Step("experts", _device("experts", place), 80, 30),
+        Step("cards", tuple(cards.split()), 90, 30),
         Step("tests", _tests(_ON_DEVICE), 150, 30),
         Step("kernel-tests", _tests(_OF_KERNELS, workers), 120, 40),
         Step("kernels", tuple(kernels.split()), 80, 30),

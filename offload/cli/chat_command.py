@@ -41,7 +41,7 @@ def chat(
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     given = GivenSampling.from_options(sampling)
-    session = found_session(text_options.session, model_options.ranks)
+    session = found_session(text_options.session, model_options)
     first = _any_question(text_options, session)
     loading = Loading.from_options(models, model_options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal

@@ -47,7 +47,7 @@ def generate(
 
     is_elsewhere = is_worker(model_options.ranks)
     prompts = prompts_of(text_options, as_json=output.as_json)
-    session = found_session(text_options.session, model_options.ranks)
+    session = found_session(text_options.session, model_options)
     given = GivenSampling.from_options(sampling)
     grammar = found_grammar(text_options)
     prompt = None

@@ -31,6 +31,7 @@ from offload.cli.rank_process import (
 from offload.cli.terminal import print_error
 from offload.errors import UserError, reason, require
 from offload.options import OutputOptions
+from offload.rank_roles import cards_of, require_no_launcher
 from offload.units import plural
 
 _MEET_S = 120
@@ -72,6 +73,17 @@ def launch(
     raise typer.Exit(code)
 
 
+def _value_of(flag: str, command: Sequence[str]) -> str | None:
+    """Return the last value of a flag in a command line; None where it has none."""
+    words = zip(command, [*command[1:], ""], strict=True)
+    given = [
+        behind if word == flag else word.partition("=")[2]
+        for word, behind in words
+        if word.split("=")[0] == flag
+    ]
+    return given[-1] if given else None
+
+
 class Launch(NamedTuple):
     """What to start here."""
 
@@ -93,6 +105,9 @@ def plan_launch(
     rule = f"offload launch starts one of {', '.join(COMMANDS)}"
     named = command[: 1 + (command[0] == "bench")]
     require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
+    device = _value_of("--device", command)
+    if device is not None and cards_of(device):
+        require_no_launcher(device, "offload launch")
     if hosts is None:
         rule = "--host-index is a place in --hosts"
         require(host_index is None, rule, host_index, "give --hosts, or leave it out")

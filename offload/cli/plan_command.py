@@ -38,15 +38,25 @@ def plan(
         if any(options.headers(partial(is_built, read=headers))):
             resources.enter_context(libraries(console))
             console.wait("reading headers")
-        from offload.cli.plan_lines import answer_lines
-        from offload.reports.drafts import compare_drafts
-        from offload.reports.estimate import estimate
+        if options.cards:
+            from offload.cli.plan_lines import cards_lines
+            from offload.planning.hardware import Assumptions
+            from offload.reports.cards import plan_cards
 
-        read = cache(partial(describe, read=headers))  # all estimates are for the same models
-        where = (machine.hardware, machine.disk_speed)
-        answer = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
-        drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)
-        figures = {**answer.as_dict(), "drafts": [draft.as_dict() for draft in drafts]}
-        form = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
-        lines = answer_lines(answer, drafts, **form)
+            assumed = Assumptions.from_flags(machine.hardware, machine.disk_speed)
+            of_cards = plan_cards(options, assumed)
+            figures = of_cards.as_dict()
+            lines = cards_lines(of_cards, is_decimal=console.is_decimal)
+        else:
+            from offload.cli.plan_lines import answer_lines
+            from offload.reports.drafts import compare_drafts
+            from offload.reports.estimate import estimate
+
+            read = cache(partial(describe, read=headers))  # all estimates are for the same models
+            where = (machine.hardware, machine.disk_speed)
+            answer = estimate(options, *where, tokens_per_sweep=tokens_per_sweep, read=read)
+            drafts = [] if tokens_per_sweep else compare_drafts(options, *where, read)
+            figures = {**answer.as_dict(), "drafts": [draft.as_dict() for draft in drafts]}
+            form = {"is_verbose": output.verbose, "is_decimal": console.is_decimal}
+            lines = answer_lines(answer, drafts, **form)
     print_result(lines, figures, as_json=output.as_json)

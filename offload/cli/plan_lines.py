@@ -13,6 +13,7 @@ from offload.packing.forecast import PackingForecast
 from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
 from offload.planning.knowledge import Provenance
+from offload.reports.cards import CardsPlan
 from offload.reports.drafts import DraftCandidate
 from offload.reports.estimate import Estimate
 from offload.units import format_bytes
@@ -56,6 +57,27 @@ def answer_lines(
     if is_verbose:
         lines += ["", plan_picture(plan, is_decimal=is_decimal), *_table(answer.predictions)]
     return "\n".join(lines)
+
+
+def cards_lines(cards_plan: CardsPlan, *, is_decimal: bool = False) -> str:
+    """Return the seconds of a pass as the headline, then the models and each card's share."""
+    target, *others = cards_plan.models
+    way = "shards, which read at once" if cards_plan.is_sharded else "stages, which take turns"
+    headline = f"A pass takes at least {seconds_words(cards_plan.pass_s)} seconds, as {way}."
+    if not cards_plan.pass_s:
+        headline = "All of it stays on the cards: computing alone decides how fast."
+    rows = [("model", model_words(target))]
+    rows += [("draft", f"{model_words(draft)}, on the first card") for draft in others]
+    for card in cards_plan.cards:
+        plan = card.plan
+        kept_bytes = plan.gpu_total_bytes if card.machine.gpu_bytes else plan.total_bytes
+        words = f"{card.share:.0%} of the layers, {format_bytes(kept_bytes, is_decimal=is_decimal)}"
+        if plan.streamed_bytes:
+            words += f"; {_gb(plan.streamed_bytes)} a pass in {seconds_words(card.link_s)} s"
+        rows.append((card.machine.name, words))
+    rows += [("note", note) for note in cards_plan.notes]
+    rows.append(("note", "computing and exchanges come on top: a run measures them at its start"))
+    return "\n".join([headline, "", *(wrapped(*row) for row in rows)])
 
 
 def _drafts_rows(drafts: Sequence[DraftCandidate]) -> list[tuple[str, str]]:

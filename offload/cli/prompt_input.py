@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from offload.checkpoint.files import read_all_of, read_text, text_of
 from offload.errors import UserError, os_errors_as_user_error, require
-from offload.options import TextOptions
+from offload.options import ModelOptions, TextOptions
+from offload.rank_roles import shared_by
 
 if TYPE_CHECKING:
     from offload.engine.request import Prompt
@@ -70,13 +71,13 @@ def with_system(text: str, system: str | None, *, raw: bool) -> "Prompt | None":
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
-def found_session(path: Path | None, ranks: str | None) -> Path | None:
+def found_session(path: Path | None, models: ModelOptions) -> Path | None:
     """Return the session's file, None if there is none. Raises `UserError` if it cannot be written."""
     if path is None:
         return None
-    if ranks is not None:
+    if (sharing := shared_by(models.device, models.ranks)) is not None:
         rule = "`session` keeps what one process has computed"
-        raise UserError(f"{rule}, got `ranks` {ranks}: leave one of them out")
+        raise UserError(f"{rule}, got {sharing}: leave one of them out")
     folder = path.absolute().parent
     obstacle = ""
     if path.is_dir():

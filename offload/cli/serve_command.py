@@ -53,7 +53,7 @@ def serve(
 
             made = loading.made(console)
             settings = ServerSettings(
-                model_id=made.model_name,
+                model_id=Path(made.options.model).absolute().name,
                 sampling=served_sampling(made.config_place),
                 aliases=tuple(server.alias or ()),
                 host=server.host,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from offload.engine.team import LOADERS
+from offload.engine.team import LOADERS, STARTERS
 
 
 def _open_shards(setup: Any, request: Any, resources: Any, transport: Any) -> Any:
@@ -19,5 +19,12 @@ def _open_pipeline(*arguments: Any) -> Any:
     return open_pipeline(*arguments)
 
 
+def _start_cards(options: Any) -> Any:
+    from offload.distributed.cards import started_cards
+
+    return started_cards(options)
+
+
 LOADERS["shards"] = _open_shards
 LOADERS["stages"] = _open_pipeline
+STARTERS["cards"] = _start_cards

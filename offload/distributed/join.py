@@ -26,15 +26,15 @@ from msgspec import Struct
 from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved
 from offload.declaration import listed
 from offload.distributed.agreement import gather_values, try_together
-from offload.distributed.transport import Channel, Transport, choose_interface
+from offload.distributed.transport import Channel, Transport, chosen_interface
 from offload.engine.setup import Setup
-from offload.errors import TOLD, RankError, UserError, ensure, reason
+from offload.errors import TOLD, RankError, UserError, ensure, reason, require
 from offload.interrupts import terminated_at_once, terminated_later
 from offload.rank_roles import RankInfo, require_place
 from offload.streaming.summing import with_sum
 
 # the version of messages and handshakes; it changes if an older rank would misread them
-PROTOCOL = 4
+PROTOCOL = 5
 JOIN_LIMIT_S = 120.0
 EXCHANGE_LIMIT_S = 60.0
 _MAX_HANDSHAKE_BYTES = 65536
@@ -127,6 +127,7 @@ def meet_ranks(
         "--draft": setup.files.draft_kind,
     }
     alike |= {"--dtype": setup.dtype, "--context": str(options.context)}
+    alike |= {"--parallel": str(options.parallel)}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
     joint = resources.enter_context(joined(require_place(), identity, agreed, target.shards))
     _prove(setup, joint, identity)
@@ -244,6 +245,11 @@ def leave_reason(place: RankInfo, line: str, *, meet_s: float, heard_s: float) -
     return True
 
 
+def leave_death(place: RankInfo, line: str) -> None:
+    """Tell rank 0, should it wait for that rank, how its process has ended. Raises `UserError`."""
+    meet(place._replace(rank=-1), _READ_S).set(f"death/{place.rank}", line)
+
+
 def meet(place: RankInfo, limit_s: float) -> dist.Store:
     """Return the store that all ranks write to. Raises `UserError` if it cannot be reached."""
     is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -298,6 +304,8 @@ def _wait_for_handshakes(store: dist.Store, num_ranks: int, limit_s: float) -> N
     missing = set(range(num_ranks))
     while missing := {rank for rank in missing if not store.check([f"card/{rank}"])}:
         for rank in sorted(missing):
+            if store.check([f"death/{rank}"]):
+                raise RankError(f"rank {rank} {store.get(f'death/{rank}').decode()}")
             if store.check([f"reason/{rank}"]):
                 store.set(f"heard/{rank}", "")
                 raise UserError(
@@ -340,23 +348,32 @@ def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool)
 
 def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Transport:
     """Return a transport over new process groups. Raises `UserError` for unreachable ranks."""
-    choose_interface(place.address, place.port)
     meeting = timedelta(seconds=limit_s)
     talking = timedelta(seconds=exchange_limit_s)
+    rule = "a process has one decoder of several ranks at a time, and no other group of torch's"
+    require(not dist.is_initialized(), rule, "another", "close that first")
     try:
-        dist.init_process_group(
-            "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=talking
-        )
-        channels = {channel: dist.new_group(timeout=meeting, backend="gloo") for channel in Channel}
-        exchange = dist.new_group(timeout=_PATIENCE * talking, backend="gloo")
-        dist.barrier()
+        with chosen_interface(place.address, place.port):
+            return _grouped(store, place, meeting, talking)
     except RuntimeError as error:
         rule = f"rank {place.rank} must reach all others at the address by which it is known"
         raise UserError(
             f"{rule}, got {reason(error)}: set GLOO_SOCKET_IFNAME to the network between them"
         ) from None
+
+
+def _grouped(
+    store: dist.Store, place: RankInfo, meeting: timedelta, talking: timedelta
+) -> Transport:
+    """Return a transport; raises what torch does."""
+    dist.init_process_group(
+        "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=talking
+    )
+    channels = {channel: dist.new_group(timeout=meeting, backend="gloo") for channel in Channel}
+    exchange = dist.new_group(timeout=_PATIENCE * talking, backend="gloo")
+    dist.barrier()
     assert dist.group.WORLD is not None, "it was made above"
-    return Transport(channels, exchange, dist.group.WORLD, exchange_limit_s)
+    return Transport(channels, exchange, dist.group.WORLD, talking.total_seconds())
 
 
 def _boot_id() -> str:

@@ -34,6 +34,7 @@ class Reset(Order):
     num_kept: Count  # committed positions that stay
     sampling: Sampling = Sampling()  # how tokens are drawn, for ranks that draw
     tokens: Annotated[tuple[Token, ...], _MOST] = ()  # the text itself, for a draft
+    text: Count = 0  # which of the texts that are written at a time
 
 
 class RunOrder(Order):
@@ -46,6 +47,8 @@ class RunOrder(Order):
     num_drawn: Count  # the number of last rows after which the target draws
     is_dead: bool = False  # whether it is cancelled, and not computed
     hidden: memoryview | None = None  # (W, D), output of the stage before, as bytes
+    text: Count = 0  # which of the texts that are written at a time
+    is_last: bool = True  # of the runs of several texts that share a pass
 
     def __post_init__(self) -> None:
         ensure(
@@ -104,6 +107,7 @@ class Commit(Order):
 
     path: Counts
     kept: Counts = []
+    text: Count = 0  # which of the texts that are written at a time
 
     def require_rows(self, num_uncommitted: int) -> None:
         """Raise `ValueError` for rows that do not exist or are named twice."""
@@ -112,6 +116,14 @@ class Commit(Order):
             len({*rows}) == len(rows) and max(rows, default=-1) < num_uncommitted,
             f"a commit of {len(self.path)} and rows {rows[:16]}, of {num_uncommitted} that there are",
         )
+
+
+class Copy(Order):
+    """A text takes over the first committed positions of another, in place of its own."""
+
+    text: Count
+    source: Count
+    num_positions: Count
 
 
 class Cancel(Order):
@@ -178,7 +190,18 @@ class Stop(Order):
 
 
 decode = msgpack.Decoder(
-    Reset | RunOrder | Commit | Cancel | Drawn | Grow | Guessed | Accept | Figures | Word | Stop
+    Reset
+    | RunOrder
+    | Commit
+    | Copy
+    | Cancel
+    | Drawn
+    | Grow
+    | Guessed
+    | Accept
+    | Figures
+    | Word
+    | Stop
 ).decode
 _ENCODER = msgpack.Encoder()
 

@@ -19,6 +19,7 @@ from offload.distributed.exchange import Exchange
 from offload.distributed.orders import (
     HEAD,
     Commit,
+    Copy,
     Figures,
     Order,
     Reset,
@@ -29,7 +30,7 @@ from offload.distributed.orders import (
 from offload.distributed.section import SectionModel
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel
-from offload.errors import RankError, UserError
+from offload.errors import RankError, UserError, ensure
 from offload.interrupts import held_back
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
@@ -64,12 +65,14 @@ class ShardedTarget(Target):
         self._is_broken = False
         self._held_back: BaseException | None = None
         self._all_figures = partial(exchange.figures, stream, plan)
+        self._num_caches = 0
 
     def new_cache(self) -> KVCache:
-        """Return an empty cache, which all other ranks follow."""
-        return _HeadCache(
-            self._tell, self._model.num_layers, self._cache_slots, self._gather, self._model.send
-        )
+        """Return an empty cache of one text more, which all other ranks follow."""
+        text = self._num_caches
+        self._num_caches += 1
+        sizes = (self._model.num_layers, self._cache_slots)
+        return _HeadCache(self._tell, text, *sizes, self._gather, self._model.send)
 
     def figures(self) -> list[RankFigures]:
         """Return each rank's figures so far, between two passes. Raises `RankError`."""
@@ -84,11 +87,15 @@ class ShardedTarget(Target):
 
     def _sweep(self, parts: Sequence[BatchPart], num_logits: int, taps: Taps | None) -> Logits:
         self._require_whole()
-        # several texts need a single process
-        (part,) = parts
         with held_back(), self._whole_pass():
-            rows = (part.token_T.tolist(), part.position_U.tolist(), packed(part.ancestor_TU))
-            self._tell(RunOrder(self._exchange.num_passes, *rows, num_drawn=0))
+            for number, part in enumerate(parts, 1):
+                assert isinstance(part.cache, _HeadCache), "it is one of `new_cache`"
+                position_T = part.position_U[-len(part.token_T) :]
+                rows = (part.token_T.tolist(), position_T.tolist(), packed(part.ancestor_TU))
+                order = RunOrder(self._exchange.num_passes, *rows, num_drawn=0)
+                order.text = part.cache.text
+                order.is_last = number == len(parts)
+                self._tell(order)
             with self._exchange.opened():
                 logits = super()._sweep(parts, num_logits, taps)
         return logits
@@ -120,22 +127,32 @@ class ShardedTarget(Target):
 
 
 class _HeadCache(KVCache):
-    """A cache that tells the other ranks what happens to its rows."""
+    """A cache that tells the other ranks what happens to its rows; `text` is its number there."""
 
-    def __init__(self, tell: Tell, *args: Any) -> None:
+    def __init__(self, tell: Tell, text: int, *args: Any) -> None:
         super().__init__(*args)
         self._tell = tell
+        self.text = text
 
     def commit(self, rows: Sequence[int], kept: Sequence[int] = ()) -> None:
         with held_back():
             super().commit(rows, kept)
-            self._tell(Commit(list(rows), list(kept)))
+            self._tell(Commit(list(rows), list(kept), self.text))
 
     def clear(self, num_kept: int = 0) -> None:
         with held_back():
             if num_kept < self.length:
-                self._tell(Reset(num_kept))
+                self._tell(Reset(num_kept, text=self.text))
             super().clear(num_kept)
+
+    def copy_from(self, other: KVCache, num_positions: int) -> None:
+        assert isinstance(other, _HeadCache), "texts of one decoder"
+        with held_back():
+            self.clear()
+            num_copied = min(num_positions, other.length)
+            self._tell(Copy(self.text, other.text, num_copied))
+            super().refill(KVCache.states(other, num_copied).items(), num_copied)
+            self.is_long = other.is_long
 
     def states(self, *_: Any) -> NoReturn:
         """Raise: other ranks have the other keys and values."""
@@ -152,25 +169,50 @@ def serve_shard(
     model: SectionModel, stream: LayerStream, plan: MemoryPlan, exchange: Exchange
 ) -> None:
     """Follow the head until it ends. Raises `RankError` if it is lost, and `ReadError`."""
-    cache = model.new_cache(plan.cache_slots)
+    caches = [model.new_cache(plan.cache_slots) for _ in range(plan.parallel)]
+    if plan.parallel > 1:
+        model.share_passes()
+        KVCache.side_by_side(caches)
     model.stream_layers(stream)
     exchange.send = model.send
+    parts = list[BatchPart]()
+
+    def cache_of(text: int) -> KVCache:
+        ensure(text < len(caches), f"text {text} is none of the {len(caches)} that are written")
+        return caches[text]
 
     def run(order: RunOrder) -> None:
-        _, position_T, sees_TT = order.rows(0)
+        cache = cache_of(order.text)
+        # a text's tree may come behind a part of its prompt
+        position_U = next(
+            (part.position_U for part in reversed(parts) if part.cache is cache),
+            torch.empty(0, dtype=torch.long),
+        )
+        token_T, position_T, sees_TU = order.rows(len(position_U))
+        parts.append(BatchPart(token_T, torch.cat([position_U, position_T]), sees_TU, cache))
+        if not order.is_last:
+            return
+        num_rows = sum(len(part.token_T) for part in parts)
         stream.begin_sweep()
         with exchange.opened():
-            hidden_TD = exchange.share(torch.empty(len(position_T), model.width, dtype=model.dtype))
-            model.forward(hidden_TD, position_T, sees_TT, cache)
+            hidden_TD = exchange.share(torch.empty(num_rows, model.width, dtype=model.dtype))
+            rows_of = hidden_TD.split([len(part.token_T) for part in parts])
+            sent = zip(parts, rows_of, strict=True)
+            model.forward_parts([part._replace(token_T=rows_TD) for part, rows_TD in sent])
+        parts.clear()
 
     def commit(order: Commit) -> None:
+        cache = cache_of(order.text)
         order.require_rows(cache.num_uncommitted)
         cache.commit(order.path, order.kept)
 
     acts: Acts = {
-        Reset: lambda order: cache.clear(order.num_kept),
+        Reset: lambda order: cache_of(order.text).clear(order.num_kept),
         RunOrder: run,
         Commit: commit,
+        Copy: lambda order: cache_of(order.text).copy_from(
+            cache_of(order.source), order.num_positions
+        ),
         Figures: lambda _: exchange.figures(stream, plan),
     }
     obey(exchange.transport, HEAD, Channel.DATA, acts)

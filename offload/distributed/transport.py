@@ -6,7 +6,7 @@ Each channel has a process group, and exchanges (`broadcast`, `gather`) have one
 must know the size, so the number of an order's bytes is sent first, and nothing is allocated before
 it is known to be possible. A send lasts until the other side takes it, so a thread waits for it and
 keeps its bytes alive. By default gloo takes the network that the host's name resolves to, on many
-systems an address that no other host can reach; `choose_interface` takes the one that leads to
+systems an address that no other host can reach; `chosen_interface` takes the one that leads to
 where ranks meet.
 
 Invariant: a wait for a lost rank ends with an error that names the rank, from the box that is
@@ -328,11 +328,10 @@ _SIOCGIFADDR = 0x8915
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-def choose_interface(address: str, port: int) -> None:
-    """Set gloo's variable, unless it is set, to the interface that leads to where ranks meet."""
-    if _VARIABLE in os.environ:
-        return
-    address_here = _own_address(address, port)
+@contextmanager
+def chosen_interface(address: str, port: int) -> Iterator[None]:
+    """Let gloo's variable, unless it is set, name the interface that leads to where ranks meet."""
+    address_here = None if _VARIABLE in os.environ else _own_address(address, port)
     names = [
         name
         for _, name in socket.if_nameindex()
@@ -340,6 +339,11 @@ def choose_interface(address: str, port: int) -> None:
     ]
     if names:
         os.environ[_VARIABLE] = names[0]
+    try:
+        yield
+    finally:
+        if names:
+            os.environ.pop(_VARIABLE, None)
 
 
 def _own_address(address: str, port: int) -> str | None:

@@ -28,7 +28,7 @@ from offload.engine.decoder_config import DecoderConfig, PromptPlace
 from offload.engine.request import Request
 from offload.engine.run_trees import RunTrees
 from offload.engine.setup import Setup
-from offload.engine.team import LOADERS, Team
+from offload.engine.team import LOADERS, Team, beside_cards
 from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import open_layers
 
@@ -40,7 +40,8 @@ def open_setup(setup: Setup, request: Request | None = None, transport: Any = No
         if roles is None:
             return open_with(Team(), setup, request or Request(), resources)
         load = LOADERS["shards" if roles.is_sharded else "stages"]
-        return load(setup, request or Request(), resources, transport)
+        with beside_cards(setup, resources, transport):
+            return load(setup, request or Request(), resources, transport)
 
 
 def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) -> Decoder:

@@ -4,9 +4,11 @@ How several load it, `offload.distributed`, which lies above, says in `LOADERS`.
 reads this file, so it imports nothing that takes time.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
+
+from offload.rank_roles import is_placed, placed
 
 if TYPE_CHECKING:
     from offload.engine.decoder import Decoder
@@ -15,11 +17,31 @@ if TYPE_CHECKING:
     from offload.memory.plan import MemoryPlan
     from offload.model.target import Target
     from offload.planning.cost_model import Curve
+    from offload.planning.load_options import LoadOptions
+    from offload.rank_roles import RankInfo
 
 # given the setup, the first request, what a decoder takes over to close in the end, the transport;
 # on a rank that is not the head they raise `SystemExit` when it has served
 Loader = Callable[["Setup", "Request", ExitStack, Any], "Decoder"]
 LOADERS: dict[Literal["shards", "stages"], Loader] = {}
+# starts a process for each card but the first, which this process computes on; gives its place
+Starter = Callable[["LoadOptions"], AbstractContextManager["RankInfo"]]
+STARTERS: dict[Literal["cards"], Starter] = {}
+
+
+@contextmanager
+def beside_cards(setup: "Setup", resources: ExitStack, transport: Any) -> Iterator[None]:
+    """Start a process for each other card, if any: this one has its place among them meanwhile.
+
+    They end with `resources`. Ranks that were started elsewhere have their places.
+    """
+    options = setup.options
+    if not options.cards or transport is not None or is_placed():
+        yield
+        return
+    setup.hooks.on_phase(f"starting a process for each of {len(options.cards)} cards")
+    with placed(resources.enter_context(STARTERS["cards"](options))):
+        yield
 
 
 class Team:

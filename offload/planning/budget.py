@@ -43,6 +43,11 @@ _MAX_NODES = 128
 _MAX_DEPTH = 16
 
 
+def free_gpu_bytes(place: str) -> int:
+    """Return the bytes of a GPU that a run may take."""
+    return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(place))
+
+
 def budget_of(
     options: LoadOptions, place: str | None = None, hardware: Hardware | None = None
 ) -> MemoryBudget:
@@ -61,7 +66,7 @@ def budget_of(
         gpu = gpu or hardware.gpu_bytes
     own_bytes = None
     if gpu is None and place is not None:
-        own_bytes = int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(place))
+        own_bytes = free_gpu_bytes(place)
     has_gpu = gpu is not None or own_bytes is not None
     rates = rates_of(hardware) if hardware else USUAL_GPU if has_gpu else None
     return MemoryBudget(

@@ -26,7 +26,7 @@ from offload.memory.plan import Rates
 from offload.units import parse_rate, parse_size
 
 _GIB = 1 << 30
-_PCIE_4 = 25e9
+DEVICE_LINK_BYTES_PER_S = 25e9
 _PCIE_5 = 52e9
 _MOST = 1e21  # bytes, and rates
 
@@ -74,10 +74,10 @@ class Hardware:
 # Memory is what the driver reports (MiB), which ECC and the vendor's GB make less than the name
 # says; then the peaks of its rate (GB/s) and of bf16 products (TFLOP/s), and the link.
 _GPUS = {
-    "l40": (46068, 864, 181, _PCIE_4),
-    "rtx4090": (24564, 1008, 165, _PCIE_4),
-    "rtx3090": (24576, 936, 71, _PCIE_4),
-    "a100-80gb": (81920, 1935, 312, _PCIE_4),
+    "l40": (46068, 864, 181, DEVICE_LINK_BYTES_PER_S),
+    "rtx4090": (24564, 1008, 165, DEVICE_LINK_BYTES_PER_S),
+    "rtx3090": (24576, 936, 71, DEVICE_LINK_BYTES_PER_S),
+    "a100-80gb": (81920, 1935, 312, DEVICE_LINK_BYTES_PER_S),
     "h100": (81559, 3350, 989, _PCIE_5),
     "h200": (143771, 4800, 989, _PCIE_5),
 }

@@ -26,10 +26,13 @@ from offload.planning.quantised_drafts import check_held
 from offload.rank_roles import (
     PipelineOptions,
     Roles,
+    cards_of,
     parse_pipeline,
     parse_roles,
     require_exact_rule,
+    require_no_launcher,
     require_place,
+    shared_by,
 )
 from offload.rules import check_lenience, drafting_of
 from offload.trees.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
@@ -44,8 +47,10 @@ _RESERVE_BYTES = 1 << 30
 
 def check_device_name(name: object) -> None:
     """Raise `UserError` for what is the name of no device."""
-    is_name = isinstance(name, str) and re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None
-    rule = "`device` must be auto, cpu, cuda or cuda:N"
+    is_name = isinstance(name, str) and (
+        re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None or bool(cards_of(name))
+    )
+    rule = "`device` must be auto, cpu, cuda, cuda:N or, of several cards, cuda:N,M"
     require(is_name, rule, repr(name), 'try `device="auto"`')
 
 
@@ -66,13 +71,14 @@ class LoadOptions(ModelOptions, ModelChoice):
     def __post_init__(self) -> None:
         self._take_draft_apart()
         drafting_of(self.rule)
+        check_device_name(self.device)
+        self._take_ranks_of_cards()
         roles = self.roles()
         is_text = isinstance(self.tree, str)
         require(is_text, "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
         self._check_ranks(roles)
-        check_device_name(self.device)
         check_values(self)
         self._check_guesses()
         is_plain = self.kv_dtype == "auto" or self.prompt_cache is None
@@ -102,6 +108,19 @@ class LoadOptions(ModelOptions, ModelChoice):
         for name, value in parts.items():
             object.__setattr__(self, name, value)
 
+    def _take_ranks_of_cards(self) -> None:
+        """Let each of several cards be a rank; they share every layer unless `ranks` says otherwise."""
+        if not self.cards:
+            return
+        require_no_launcher(self.device)
+        if self.ranks is None:
+            object.__setattr__(self, "ranks", "shards")
+
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """Return the device of each rank where `device` names several; else none."""
+        return cards_of(self.device)
+
     def _check_ranks(self, roles: Roles | None) -> None:
         if roles is not None:
             require_exact_rule(roles, self.rule, self.lenience)
@@ -111,7 +130,11 @@ class LoadOptions(ModelOptions, ModelChoice):
             for holds, rule, remedy in (
                 (is_free, "`profile` works in one process alone", "leave it out"),
                 (not self.invariant, "`invariant` is promised by one process", one_of_them),
-                (self.parallel == 1, "`parallel` texts work in one process alone", one_of_them),
+                (
+                    self.parallel == 1 or roles.is_sharded,
+                    "stages write one text at a time, `parallel` must be 1",
+                    "give `parallel` 1, or use `ranks` shards",
+                ),
                 (
                     not self.keeps_prompts,
                     "prompts are kept by one process alone",
@@ -120,7 +143,7 @@ class LoadOptions(ModelOptions, ModelChoice):
                 (self.kv_dtype == "auto", "`kv_dtype` works in one process alone", one_of_them),
                 (is_whole, "`experts` demand works in one process alone", one_of_them),
             ):
-                require(holds, rule, f"`ranks` {self.ranks}", remedy)
+                require(holds, rule, shared_by(self.device, self.ranks), remedy)
             self._check_pipeline(roles)
         is_idle = roles is None and self.pipeline is not None
         remedy = "give `ranks`, such as stages:0-1"
@@ -171,8 +194,12 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @property
     def keeps_prompts(self) -> bool:
-        """Return True if prompts that were read are kept for others that begin alike."""
-        return self.prompt_cache_ram != "none" or self.prompt_cache is not None
+        """Return True if prompts that were read are kept for others that begin alike.
+
+        By default ranks keep none.
+        """
+        usual = ("none",) if self.ranks is None else ("none", "auto")
+        return self.prompt_cache_ram not in usual or self.prompt_cache is not None
 
     @property
     def prompt_cache_bytes(self) -> int | None:
@@ -186,8 +213,14 @@ class LoadOptions(ModelOptions, ModelChoice):
         """Return the size that the folder of prompts may have."""
         return ByteSize.parse(self.prompt_cache_size, "`prompt_cache_size`")
 
-    @cached_property
+    @property
     def ram_bytes(self) -> int:
+        """Return the bytes that this process may take: the cards of a machine share its memory."""
+        all_bytes = self.machine_ram_bytes
+        return all_bytes // len(self.cards) if self.cards else all_bytes
+
+    @cached_property
+    def machine_ram_bytes(self) -> int:
         """Return the allowed bytes; by default of those that are free when this is first asked for.
 
         So a run is planned with what it was checked with, before libraries took some of it.
@@ -264,7 +297,9 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     def roles(self) -> Roles | None:
         """Return the roles of the processes started together; None for a single process."""
-        return None if self.ranks is None else parse_roles(self.ranks, require_place().num_ranks)
+        if self.ranks is None:
+            return None
+        return parse_roles(self.ranks, len(self.cards) or require_place().num_ranks)
 
     @property
     def looks_up(self) -> bool:

@@ -119,6 +119,8 @@ def tune(
 
 
 def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
+    rule = "a tune is of one process, `device` must be one"
+    require(not options.cards, rule, options.device, "name one card")
     lenience = options.lenience
     require(lenience == 1, "`lenience` must be 1 for a profile", lenience, "leave it out")
     unprofiled = sampling.unprofiled

@@ -183,7 +183,9 @@ def _model_card(request: HttpRequest) -> dict[str, Any]:
     began = datetime.fromtimestamp(state.began_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     card |= {"type": "model", "display_name": name, "created_at": began}
     if state.engine is not None:
-        card["context_length"] = state.engine.decoder.plan.context
+        context = state.engine.decoder.plan.context
+        # by the names that programs look for
+        card |= dict.fromkeys(("context_length", "max_model_len", "max_input_tokens"), context)
     return card
 
 

@@ -231,18 +231,14 @@ def multiply_by_ieee() -> None:
         torch.backends.cudnn.allow_tf32 = False
 
 
-def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host: int = 0) -> Device:
-    """Return the device called `name`, limited to `gpu_memory`.
+def find_card(name: str, *, rank_on_host: int = 0) -> int | None:
+    """Return the number of the GPU that a name means, None for the host, see `open_device`.
 
-    `name` is `auto`, `cpu`, `cuda` or `cuda:N`. Of several GPUs, `cuda` and `auto` give each rank of
-    this host the next one.
-
-    Raises `UserError` for a missing device, driver or GPU, and for a budget without a GPU or larger
-    than the GPU.
+    Raises `UserError` where there is none.
     """
     check_device_name(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return host_for(gpu_memory)
+        return None
     if not torch.cuda.is_available():
         lacking = " and driver, this machine shows none"
         if torch.version.cuda is None:
@@ -253,6 +249,21 @@ def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host:
     if index >= count:
         mismatch = f"`device` {name} does not exist, this machine shows {count} of them"
         raise UserError(f"{mismatch}: use cuda:0")
+    return index
+
+
+def open_device(name: str, gpu_memory: str | int | None = None, *, rank_on_host: int = 0) -> Device:
+    """Return the device called `name`, limited to `gpu_memory`.
+
+    `name` is `auto`, `cpu`, `cuda` or `cuda:N`. Of several GPUs, `cuda` and `auto` give each rank of
+    this host the next one.
+
+    Raises `UserError` for a missing device, driver or GPU, and for a budget without a GPU or larger
+    than the GPU.
+    """
+    index = find_card(name, rank_on_host=rank_on_host)
+    if index is None:
+        return host_for(gpu_memory)
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")
     free_bytes = _free_bytes(index, name)
     if limit_bytes is not None and limit_bytes > free_bytes:

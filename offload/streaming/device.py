@@ -129,7 +129,7 @@ HOST = Device()
 
 def is_host(name: str) -> bool:
     """Return True if this names the host, as far as that is known without torch."""
-    return name == "cpu" or (name == "auto" and not has_cuda_driver())
+    return name.startswith("cpu") or (name == "auto" and not has_cuda_driver())
 
 
 def host_for(gpu_memory: str | int | None) -> Device:
@@ -157,14 +157,18 @@ def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> D
         return HOST
     from torch import cuda
 
-    from offload.streaming.cuda import open_device
+    from offload.streaming.cuda import find_card, open_device
 
     is_budget = name == "auto" and gpu_memory is not None
     if assumed is not None and is_budget and not cuda.is_available():
         return HOST
     place = find_place() if options.ranks is not None else None
     rank_on_host = 0 if place is None else place.rank_on_host
-    return open_device(name, gpu_memory, rank_on_host=rank_on_host)
+    cards = options.cards
+    for card in cards:  # before any process is started for one
+        find_card(card)
+    here = cards[rank_on_host] if cards else name
+    return open_device(here, gpu_memory, rank_on_host=rank_on_host)
 
 
 # called with the kind of work (copy, wait, compute), the layer, its start and end by perf_counter

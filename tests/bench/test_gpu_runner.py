@@ -3,6 +3,7 @@ is lost.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from shell import ROOT
 
 from offload.bench.gpu import __main__ as runner
 from offload.bench.gpu.__main__ import Files, Step, all_steps, main, rows_of, statuses
+from offload.bench.gpu.cards import WAYS
 from offload.bench.harness.record import read_rows
 
 ADD = "from offload.bench.harness.record import add_row; from pathlib import Path; import os, signal, sys, time\n"
@@ -185,3 +187,14 @@ def wait_for(ask: Callable[[], Any], most_s: float = 20.0) -> Any:
     while not (found := ask()) and time.monotonic() < give_up:
         time.sleep(0.02)
     return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", ["cpu,cpu", "cuda:0,1"])
+def test_two_cards_are_rehearsed_and_skipped_by_name_where_there_are_not_two(device: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "offload.bench.gpu.cards", "--rows", str(tmp_path / "rows"), "--device", device]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=200)
+    rows = read_rows(tmp_path / "rows")
+    exact = [one["row"] for one in rows if one["promise"] == "exact" and one["is_met"]]
+    assert len(exact) == (len(WAYS) if device == "cpu,cpu" else 0)
+    assert device == "cpu,cpu" or [one["row"] for one in rows] == ["cards: skipped, 2 are wanted"]

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.usefixtures("_instant_link")
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="says what happens without CUDA")
-@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "cuda:0,1"])
 def test_cuda_without_cuda_is_refused(device: str, sound: Path) -> None:
     outcome = generate(sound, "-p", "Count:", "--device", device)
-    assert_refused(outcome, f"--device {device} needs a CUDA device", "use --device cpu")
+    assert_refused(outcome, f"--device {device.partition(',')[0]} needs a CUDA device", "use --device cpu")
 
 
 @pytest.mark.parametrize("option", ["--nonesuch", "-Z"])
@@ -151,7 +151,9 @@ CASES: dict[str, tuple[str, ...]] = {  # command line: words of its refusal
     "serve -m sound --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text prompts.jsonl --ram 1MB": ("budget is 1 MB: raise --ram to",),
     "tune -m sound -d sound --text nosuch.txt": ("cannot read the text from nosuch.txt",),
-    "generate -m sound -p x --device gpu": ("--device must be auto, cpu, cuda or cuda:N, got 'gpu'",),
+    "generate -m sound -p x --device gpu": (
+        "--device must be auto, cpu, cuda, cuda:N or, of several cards, cuda:N,M, got 'gpu'",
+    ),
     "generate -m gpt2 -p x": ("gpt2: model type gpt2 is not supported",),
     "plan -m bloom": ("bloom: model type bloom is not supported",),
     "generate -m mute -p x": ("mute has no tokenizer: put its tokenizer.json beside it",),

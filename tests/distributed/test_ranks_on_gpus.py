@@ -1,6 +1,7 @@
 """Ranks that compute on a GPU beside ranks that do not: all exchange in one way, and write what one process writes."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     monkeypatch.setattr(dist, "new_group", lambda *, backend, **_: made.append(backend))
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(join, "choose_interface", lambda *_: None)
+    monkeypatch.setattr(join, "chosen_interface", lambda *_: nullcontext())
     monkeypatch.setattr(join, "Transport", lambda *_: None)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
     yield made

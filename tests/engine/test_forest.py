@@ -73,6 +73,14 @@ def test_each_text_has_the_tokens_that_it_has_alone(pair: Pair, tree: str, sampl
                 assert together(decoder, requests(GREEDY)) == wanted
 
 
+def test_a_session_is_of_one_text(pair: Pair, tmp_path: Path) -> None:
+    with opened(pair, tree="none", parallel=2) as decoder:
+        decoder.generate([5, 6, 7], max_new_tokens=2)
+        for act in (decoder.save_session, decoder.load_session):
+            with pytest.raises(UserError, match="the one text that is written, `parallel` must be 1, got 2"):
+                act(tmp_path / "kept")
+
+
 @pytest.mark.parametrize("rule", ["sequoia", "topk"])
 def test_rules_draw_for_each_text_by_itself(pair: Pair, rule: str) -> None:
     """A ratio rule's draws depend on the tree, so these are static, and the same beside others."""

@@ -21,6 +21,7 @@ import offload
 from offload.distributed import shards, stage
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Hooks
+from offload.engine.scheduler import in_order
 from offload.errors import RankError, ReadError, RunError, UserError
 from offload.model.kv_cache import KVCache
 from offload.rank_roles import RankInfo
@@ -79,6 +80,29 @@ def test_shards_write_what_one_process_writes(pairs: Pairs, wanted: Wanted, fami
     with rank_threads(num_ranks, *pairs(family), lambda _: _options("shards", ram, tree=TREE)) as decoder:
         assert _texts(decoder) == wanted(family)
         assert _texts(decoder) == wanted(family)  # nothing of the first is left
+
+
+@matrix("more", [{"tree": TREE}, {"tree": "none"}, {"tree": "8x3", "lookup": True}], daily=1)
+def test_shards_write_several_texts_at_a_time(pairs: Pairs, more: dict[str, Any]) -> None:
+    """Some begin alike, one is long, one is dropped: each is what it is by itself."""
+    prompts = [PROMPT, PROMPT[:30], [*PROMPT, 7], PROMPT[::-1], [*PROMPT, 7, 8]]
+    usual = {**_options("shards", "4GiB"), "context": 512}
+    with rank_threads(1, *pairs("llama"), lambda _: {**usual, "tree": "none"}) as alone:
+        wanted = [alone.generate(prompt, max_new_tokens=NUM_NEW).token_ids for prompt in prompts]
+        long = alone.generate(PROMPT * 12, max_new_tokens=9).token_ids
+    with rank_threads(2, *pairs("llama"), lambda _: {**usual, **more, "parallel": 3}) as decoder:
+        dropped = decoder.start(offload.Request(PROMPT[5:], max_new_tokens=NUM_NEW))
+        next(iter(dropped))
+        beside = decoder.start(offload.Request(PROMPT * 12, max_new_tokens=9))
+        assert decoder.generate(prompts[0], max_new_tokens=NUM_NEW).token_ids == wanted[0]
+        assert finished(beside).token_ids == long
+        del dropped
+        decoder.release(beside)
+        found = in_order(
+            decoder, [offload.Request(prompt, max_new_tokens=NUM_NEW) for prompt in [*prompts, PROMPT * 12]]
+        )
+        assert [text.token_ids for text in found[:-1]] == wanted and found[-1].token_ids[:9] == long
+        assert max(text.stats.num_kept_tokens for text in found) >= 40, "what texts have in common is copied"
 
 
 @matrix("more", [{"tree": "none"}, {"tree": "16x5"}, {"tree": "chain:4"}, {"lookup": True}], daily=1)
@@ -177,7 +201,7 @@ def test_ctrl_c_does_not_come_between_a_commit_and_its_order(monkeypatch: pytest
     monkeypatch.setattr(KVCache, "commit", lambda *_: signal.raise_signal(signal.SIGINT))
     told = list[Any]()
     with pytest.raises(KeyboardInterrupt):
-        shards._HeadCache(told.append).commit([0])
+        shards._HeadCache(told.append, 0).commit([0])
     assert len(told) == 1
 
 

@@ -14,6 +14,7 @@ from stored import quantised
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
+from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.model.headers import describe
 
@@ -49,6 +50,11 @@ def test_layers_that_every_sweep_needs_stay_before_the_encoder(checkpoint: Check
     assert everything.encoder_bytes == sum(shape.encoder_bytes)
     for one in (two, everything):
         assert one.total_bytes <= one.ram_bytes
+
+
+def test_an_encoder_reads_one_prompt_at_a_time(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UserError, match="encoder write one text at a time, `parallel` must be 1"):
+        plan_memory((checkpoint, None), ram="1GiB", context=64, num_nodes=1, parallel=2)
 
 
 def test_what_stays_in_float32_is_counted(tmp_path: Path) -> None:

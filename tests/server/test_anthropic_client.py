@@ -141,6 +141,7 @@ def test_a_loop_of_tools(served: Served, is_streamed: bool) -> None:
         ({"max_tokens": 2}, "max_tokens", None, "It is 21"),
         ({"stop_sequences": ["never", " deg"]}, "stop_sequence", " deg", "It is 21"),
         ({}, "end_turn", None, ANSWER),
+        ({"max_tokens": 1 << 20}, "end_turn", None, ANSWER),
     ],
 )
 def test_where_it_ends(served: Served, more: Any, reason: str, stop: str | None, text: str) -> None:
@@ -153,6 +154,15 @@ def test_where_it_ends(served: Served, more: Any, reason: str, stop: str | None,
         streamed = stream.get_final_message()
     for got in (message, streamed):
         assert (got.content[0].text, got.stop_reason, got.stop_sequence) == (text, reason, stop)  # type: ignore
+
+
+def test_an_answer_ends_where_the_context_does_whatever_limit_is_named(served: Served) -> None:
+    room = client(served).models.retrieve(MODEL_ID).max_input_tokens
+    begun: Any = [*ASK, {"role": "assistant", "content": "I say;"}]
+    num_more = room - client(served).messages.count_tokens(model=MODEL_ID, messages=begun).input_tokens - 2
+    begun[0] = {"role": "user", "content": "x" * num_more + str(begun[0]["content"])}
+    message = client(served).messages.create(model=MODEL_ID, max_tokens=32_000, messages=begun, extra_body=GREEDY)
+    assert (message.stop_reason, message.usage.output_tokens) == ("model_context_window_exceeded", 2)
 
 
 def test_a_call_that_the_limit_cuts_is_text(served: Served) -> None:

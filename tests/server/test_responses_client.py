@@ -89,6 +89,8 @@ def test_an_answer_that_the_limit_cuts(served: Served) -> None:
     )  # fmt: skip
     events = [*served.client().responses.create(**ASKED, max_output_tokens=6, stream=True)]
     assert events[-1].type == "response.incomplete"
+    counted = {name: ASKED[name] for name in ("model", "input", "tools")}
+    assert cut.usage and served.client().responses.input_tokens.count(**counted).input_tokens == cut.usage.input_tokens
 
 
 def test_chat_has_the_same_parts(served: Served) -> None:

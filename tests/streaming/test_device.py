@@ -19,9 +19,10 @@ from marks import needs_cuda
 from shell import run_python
 
 from offload.errors import UserError
+from offload.planning.load_options import LoadOptions
 from offload.streaming import cuda as driver
 from offload.streaming.cuda import CudaDevice, StagingRing, open_device
-from offload.streaming.device import HOST
+from offload.streaming.device import HOST, device_of
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import (
     CupyPinning,
@@ -132,6 +133,7 @@ CANNOT = r"cannot be opened \(.*busy or unavailable.*\): free it, or use"
         (PaperCuda(0), "cuda", None, "cuda needs a CUDA device and driver, this machine shows none: use `device` cpu"),
         (PaperCuda(0), "cuda:3", "4GiB", "`device` cuda:3 needs a CUDA device"),
         (PaperCuda(2), "cuda:2", None, "`device` cuda:2 does not exist, this machine shows 2 of them: use cuda:0"),
+        (PaperCuda(2), "cuda:0,2", None, "`device` cuda:2 does not exist, this machine shows 2 of them: use cuda:0"),
         (PaperCuda(1), "cuda", "64GiB", "must be at most what is free on cuda, 40 GiB, got 64 GiB: lower it"),
         (PaperCuda(1), "cpu", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
         (PaperCuda(0), "auto", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
@@ -149,8 +151,9 @@ def test_what_cannot_be_opened_is_refused(
     card: PaperCuda, name: str, gpu_memory: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paper_torch(monkeypatch, card)
+    several = "," in name
     with pytest.raises(UserError, match=words) as refused:
-        open_device(name, gpu_memory)
+        device_of(LoadOptions(device=name)) if several else open_device(name, gpu_memory)
     assert "\n" not in str(refused.value)
 
 

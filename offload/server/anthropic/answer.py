@@ -32,6 +32,7 @@ class MessageAnswer(BlockAnswer):
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
         self._head["model"] = model_id
         self._content = list[dict[str, Any]]()
+        self._most_tokens = body.max_tokens
 
     def opening(self) -> list[Event]:
         """Return the event that begins a message."""
@@ -91,7 +92,8 @@ class MessageAnswer(BlockAnswer):
         if self._has_calls:
             reason = "tool_use"
         elif result.finish_reason == "length":
-            reason = "max_tokens"
+            is_full = len(result.token_ids) < self._most_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif result.stopped_by:
             reason = "stop_sequence"
         stop = result.stopped_by if reason == "stop_sequence" else None

@@ -297,5 +297,9 @@ class MessagesBody(CountBody):
     stop_sequences: AnyStops = None
 
     def requests(self, usual: Sampling) -> list[Request]:
-        """Return the one request. Raises `Refusal` and `UserError`."""
-        return [self._request(usual, self.max_tokens, stop=self.stop_sequences or None)]
+        """Return the one request. Raises `Refusal` and `UserError`.
+
+        Clients must name a limit, and many name more than any context has room for.
+        """
+        stop = self.stop_sequences or None
+        return [self._request(usual, self.max_tokens, stop=stop, is_clipped=True)]

@@ -139,8 +139,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         return Request(
             sampling=self._sampling(usual),
             max_new_tokens=sys.maxsize if num_new is None else num_new,
-            is_clipped=num_new is None,
-            **fields,
+            **{"is_clipped": num_new is None, **fields},
         )
 
     def _sampling(self, usual: Sampling) -> Sampling:

@@ -40,6 +40,15 @@ class RouteContext(NamedTuple):
             _cancel(jobs)
             raise
 
+    def num_prompt_tokens(self, body: Body) -> int:
+        """Return the number of the prompt's tokens, however little room there is."""
+        try:
+            (request,) = prepare(self.engine, self.settings, body)
+        except NoRoom as error:
+            return error.num_prompt
+        prompt: Any = request.prompt
+        return len(prompt)
+
     def ignored(self, body: Body) -> list[str]:
         """Return the names of fields that change nothing."""
         tokenizer = self.engine.decoder.tokenizer
