@@ -7,6 +7,7 @@ only costs time; a candidate that cannot run is skipped.
 """
 
 import hashlib
+import math
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +35,9 @@ from offload.sampling_options import Sampling
 _MOST_TOKENS = 96  # new tokens of a trial
 _MOST_S = 10.0  # seconds of a trial, after its least passes
 _LEAST_PASSES = 4
+_FAR = 1.5  # a trial ends when it is that many times as slow as the fastest draft so far
+# A trial is left out if its predicted time is that many times as long; acceptance is assumed.
+_OFF_AT_MOST = 2.5
 _SMALL = 8  # a small model's bytes are at most the target's divided by this
 _MOST_FOLDERS = 64
 _COPY = "self:int4"
@@ -43,7 +47,8 @@ _NONE = "none"
 class DraftTrials(msgspec.Struct, frozen=True):
     """Seconds per token for each drafter; `none` is lookup alone."""
 
-    s_per_token: dict[str, float | None]  # None: it cannot run
+    s_per_token: dict[str, float | None]  # None: it cannot run, or was not tried
+    predicted: dict[str, float] = {}  # of those that were not tried
 
     @property
     def by_speed(self) -> list[tuple[float, str]]:
@@ -55,7 +60,9 @@ class DraftTrials(msgspec.Struct, frozen=True):
         """Return a line for the user."""
         tried = [f"{Path(name).name} {seconds:.3g}" for seconds, name in self.by_speed]
         best = Path(self.by_speed[0][1]).name
-        return f"draft {best}, by trials in seconds per token: {', '.join(tried)}"
+        not_tried = [f"{Path(name).name} {took:.3g}" for name, took in self.predicted.items()]
+        passed_over = f"; not tried, as predicted: {', '.join(not_tried)}" if not_tried else ""
+        return f"draft {best}, by trials in seconds per token: {', '.join(tried)}{passed_over}"
 
 
 def settle_draft(
@@ -121,28 +128,45 @@ def _small_models(target: Checkpoint) -> Iterator[Checkpoint]:
 
 def _tried(names: list[str], sampling: Sampling, opened: Callable[[str], Decoder]) -> DraftTrials:
     s_per_token = dict[str, float | None]()
+    predicted = dict[str, float]()
     for name in names:
+        best_s = min((took for took in s_per_token.values() if took is not None), default=math.inf)
         try:
             with opened(name) as decoder:
-                s_per_token[name] = _s_per_token(decoder, sampling)
+                least_s = _predicted_s(decoder, sampling) / _OFF_AT_MOST
+                if least_s > best_s:
+                    predicted[name] = _OFF_AT_MOST * least_s
+                    s_per_token[name] = None
+                else:
+                    s_per_token[name] = _s_per_token(decoder, sampling, best_s)
         except UserError:
             if name == _NONE:
                 raise
             # for instance no room: no other run of these options could load it either
             s_per_token[name] = None
-    return DraftTrials(s_per_token)
+    return DraftTrials(s_per_token, predicted)
 
 
-def _s_per_token(decoder: Decoder, sampling: Sampling) -> float:
-    """Return the seconds per token of a short text after some Python source."""
+def _predicted_s(decoder: Decoder, sampling: Sampling) -> float:
+    """Return the predicted seconds per token with the best tree; 0 if nothing is predicted."""
+    best = next(iter(decoder.tree_choice(sampling).candidates), None)
+    return 0.0 if best is None else best.s_per_token
+
+
+def _s_per_token(decoder: Decoder, sampling: Sampling, best_s: float) -> float:
+    """Return the seconds per token of a short text after some Python source.
+
+    The text ends where it is far slower than `best_s`.
+    """
     source = Path(textwrap.__file__).read_text(encoding="utf-8")
     has_words = decoder.tokenizer is not None
     prompt = decoder.encode(source[:1000], raw=True) if has_words else [1, 2, 3]
     num_new = min(_MOST_TOKENS, decoder.plan.context // 2)
     run = decoder.run(prompt[:num_new], sampling, max_new_tokens=num_new)
     for _ in run:
-        stats = run.sequence.stats
-        if stats.num_sweeps >= _LEAST_PASSES and stats.decode_s > _MOST_S:
+        stats = run.result().stats
+        is_far = stats.tpot_s > _FAR * best_s
+        if stats.num_sweeps >= _LEAST_PASSES and (is_far or stats.decode_s > _MOST_S):
             break
     stats = run.result().stats
     return stats.tpot_s or stats.ttft_s

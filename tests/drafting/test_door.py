@@ -1,6 +1,8 @@
 """The door of proposers: a new one is a file and a row; who has none asks for none."""
 
+import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,7 @@ def test_auto_tries_each_way_once_and_says_which(monkeypatch: pytest.MonkeyPatch
     folder, *_ = carrying("mellum", is_right=True)
     tried = list[bool]()
 
-    def passes_a_token(decoder: Decoder, sampling: Sampling) -> float:
+    def passes_a_token(decoder: Decoder, sampling: Sampling, best_s: float) -> float:
         tried.append(decoder.drafter.needs is not None)
         done = decoder.generate(PROMPT, max_new_tokens=24, temperature=sampling.temperature)
         return 1 / done.stats.tokens_per_sweep
@@ -66,6 +68,25 @@ def test_auto_tries_each_way_once_and_says_which(monkeypatch: pytest.MonkeyPatch
     kept.write_text("{")
     with load(folder, "auto", dtype="float32", tree="chain:4", lookup=False):
         assert len(tried) > num_tried
+
+
+def test_trials_that_cannot_win_are_cut_or_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, *_ = carrying("mellum", is_right=True)
+    with load(folder, "mtp", dtype="float32", tree="none", lookup=False) as decoder:
+        num_passes = list[int]()
+        right = decoder.step
+        monkeypatch.setattr(decoder, "step", lambda text: num_passes.append(1) or right(text))
+        draft_choice._s_per_token(decoder, Sampling(), math.inf)
+        num_whole = len(num_passes)
+        draft_choice._s_per_token(decoder, Sampling(), 1e-9)
+        assert len(num_passes) - num_whole <= draft_choice._LEAST_PASSES + 1 < num_whole
+        took = iter([1.0, 2.0])
+        monkeypatch.setattr(draft_choice, "_s_per_token", lambda *_: next(took))
+        predicted = iter([0.0, 2.4, 2.6])
+        monkeypatch.setattr(draft_choice, "_predicted_s", lambda *_: next(predicted))
+        trials = draft_choice._tried(["none", "mtp", "self:int4"], Sampling(), lambda _: nullcontext(decoder))
+    assert trials.s_per_token == {"none": 1.0, "mtp": 2.0, "self:int4": None}
+    assert trials.why.endswith("none 1, mtp 2; not tried, as predicted: self:int4 2.6")
 
 
 def test_files_of_a_draft_are_asked_for_in_few_places() -> None:
