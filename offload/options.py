@@ -425,10 +425,6 @@ class TuneOptions:
         "--tokens", default=2048, metavar="N", least=1, commands=("tune",), is_main=True,
         help="trace N positions",
     )
-    teacher_forced: bool = option(
-        "--teacher-forced", default=False, commands=("tune",),
-        help="trace the text itself and not what the target writes: quicker",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

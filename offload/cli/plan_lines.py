@@ -9,7 +9,6 @@ from offload.checkpoint.sizes import ModelFacts
 from offload.cli.terminal import columns
 from offload.memory.plan import MemoryPlan
 from offload.memory.tiers import LayerTier
-from offload.packing.forecast import PackingForecast
 from offload.planning.cost_model import Prediction, PromptPass
 from offload.planning.hardware import KNOWN
 from offload.planning.knowledge import Provenance
@@ -49,8 +48,6 @@ def answer_lines(
         )
     if len(answer.predictions) > 1:
         rows.append(("tokens", _tokens_words(answer, is_verbose=is_verbose)))
-    if answer.packing and plan.is_streamed:
-        rows.append(("packing", _packing_words(answer.packing, answer)))
     rows += _drafts_rows(drafts)
     rows += [("note", note) for note in answer.notes]
     lines = [_headline(answer), "", *(wrapped(*row) for row in rows)]
@@ -235,28 +232,6 @@ def _prompt_words(prompt: PromptPass, *, is_least: bool) -> str:
     words = f"read at {speed}, in passes of {prompt.rows_per_pass:,} tokens that take {took} s each"
     # on another machine computing is counted for all passes, or for none
     return f"{words}; with computing, as timed on this processor" if is_least else words
-
-
-def _packing_words(packing: PackingForecast, answer: Estimate) -> str:
-    """Return the size and speed that packing would bring, and the grounds for it."""
-    if packing.share is None:
-        return "unknown: float16 loses a quarter where it stems from bfloat16, which plan sees where its weights are"
-    basis = "by its weights" if packing.is_sampled else "as usual"
-    words = f"offload pack leaves {packing.share:.0%} of the model, without loss ({basis})"
-    if not packing.is_worth_it:
-        return f"{words}: run it as it is"
-    if packing.streamed_bytes is None:
-        return f"{words}, but needs more memory than this"
-    words += f": a pass moves {_gb(packing.streamed_bytes)} instead of {_gb(answer.sweep_bytes)}"
-    if packing.sweep_s is not None and answer.sweep_s is not None:
-        before = seconds_words(answer.sweep_s)
-        words += f", {seconds_words(packing.sweep_s)} s instead of {before}"
-    beside = packing.beside
-    if beside is None:
-        return words
-    words += f"; --beside int4: {_gb(beside.streamed_bytes)}"
-    words += "" if beside.sweep_s is None else f", {seconds_words(beside.sweep_s)} s"
-    return f"{words}, with {_gb(beside.copy_bytes)} for a copy that stays and drafts"
 
 
 def _tokens_words(answer: Estimate, *, is_verbose: bool) -> str:

@@ -58,7 +58,6 @@ def tune(
             trace.text,
             sampling,
             num_tokens=trace.tokens,
-            is_teacher_forced=trace.teacher_forced,
             hooks=console.hooks,
         )
     table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
@@ -71,7 +70,6 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     identity = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
     ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
-    basis = "over the given text" if tuned.is_teacher_forced else "that the target wrote"
     traced = "the product form"
     if tuned.follows_traces:
         traced = f"the traces, smoothed by {tuned.smoothing:g}"
@@ -81,7 +79,7 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     return "\n".join(
         [
             f"rule {identity.rule}, {sampling}",
-            f"acceptance by rank, {tuned.num_tokens} tokens {basis}:",
+            f"acceptance by rank, {tuned.num_tokens} tokens that the target wrote:",
             f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
             _curve_line("pass, computing alone (s)", costs.compute_s),
             _curve_line("one draft step (s)", costs.draft_step_s),

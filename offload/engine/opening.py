@@ -115,7 +115,7 @@ def _measure(pair: ModelPair, trees: RunTrees, team: Team, resources: ExitStack)
     hooks.on_phase(measuring if setup.tree.is_chosen else "planning memory")
     fetch = pair.source.fetch
     trees = trees.calibrated(target, draft, fetch, threads=threads, choice=choice)
-    plan = trees.plan()
+    plan, selector = trees.plan()
     if plan.is_streamed and not least.is_streamed:
         invariance = same_bits(plan, hooks.on_phase, device=setup.device, is_alone=team.is_alone)
     pair.notes.extend(invariance.notes)
@@ -123,7 +123,7 @@ def _measure(pair: ModelPair, trees: RunTrees, team: Team, resources: ExitStack)
     return DecoderConfig(
         plan=plan,
         identities=pair.identities,
-        trees=trees.selector(plan),
+        trees=selector,
         rule=options.rule,
         lenience=options.lenience,
         threads=threads,

@@ -4,7 +4,7 @@ Invariant: while a decoder runs, `TreeSelector.observe` alone changes what is kn
 again at most as often as that takes a small share of the time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from offload.planning.choice import (
     TreeRequest,
     TreeRoom,
     choose,
+    first_choices,
     most_nodes,
     planned_nodes,
 )
@@ -59,6 +60,11 @@ class TreeSelector:
         self._known: dict[object, tuple[TreeChoice, int]] = {}
         self._num_learnt = 0
         self._since_s = 0.0
+
+    def remember(self, note: str, rule: str, choices: Mapping[int, TreeChoice]) -> None:
+        """Keep choices by number of texts that were made before memory was planned for them."""
+        for num_texts, choice in choices.items():
+            self._known[self.spec, note, rule, num_texts] = choice, 0
 
     @classmethod
     def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
@@ -185,17 +191,18 @@ class RunTrees(NamedTuple):
         )
         return self._replace(known=known)
 
-    def plan(self) -> MemoryPlan:
-        """Return the memory for the largest trees of such runs. Raises `UserError`."""
-        setup = self.setup
-        rule = self.settings.rule
-        return setup.plan_for(planned_nodes(setup.tree, self.known, setup.room, rule))
+    def plan(self) -> tuple[MemoryPlan, TreeSelector]:
+        """Return the memory for the largest trees of such runs, and the selector of its decoder.
 
-    def selector(self, plan: MemoryPlan) -> TreeSelector:
-        """Return the selector of a decoder with this plan.
-
-        The steps of a tree that was named go by no times but those of its passes.
+        The steps of a tree that was named go by no times but those of its passes. Raises
+        `UserError`.
         """
         setup = self.setup
-        known = self.known if setup.tree.is_chosen else self.known.with_profile(None, "")
-        return TreeSelector(setup.tree, known, TreeRoom.from_plan(plan), setup.find_profile)
+        tree = setup.tree
+        rule = self.settings.rule
+        choices = first_choices(tree, self.known, setup.room, rule)
+        plan = setup.plan_for(planned_nodes(tree, self.known, setup.room, rule, choices))
+        known = self.known if tree.is_chosen else self.known.with_profile(None, "")
+        trees = TreeSelector(tree, known, TreeRoom.from_plan(plan), setup.find_profile)
+        trees.remember(self.known.note, rule, choices)
+        return plan, trees

@@ -1,29 +1,25 @@
 """How much packing would save, estimated from the exponents of a few weights, and what it codes.
 
-`offload pack` chooses its codes this way, and `offload plan` predicts the packed size. In packed
-files a stack `experts.gate_up_proj` becomes `experts.0.gate_up_proj.rows.0` and so on, each expert
-coded by itself, so that one can be read alone; readers put them together again as they do with
-parts of other files. Invariant: a tensor's sample is at most 256 KiB. No torch.
+`offload pack` chooses its codes this way, and refuses what it would not shrink. In packed files a
+stack `experts.gate_up_proj` becomes `experts.0.gate_up_proj.rows.0` and so on, each expert coded by
+itself, so that one can be read alone; readers put them together again as they do with parts of
+other files. Invariant: a tensor's sample is at most 256 KiB. No torch.
 """
 
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.files import opened, read_part
-from offload.checkpoint.held import Held, copied_matrix
 from offload.checkpoint.layout import slice_of
-from offload.checkpoint.sizes import copy_obstacle
-from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, Coded, TensorEntry
+from offload.checkpoint.tensors import MOST_EXPERTS, ROWS, TensorEntry
 from offload.encoding.base import STORED
-from offload.encoding.exponents import MANTISSAS, Exponents, ExponentWindow, best_window, histogram
-from offload.encoding.residuals import Residual
+from offload.encoding.exponents import MANTISSAS, ExponentWindow, best_window, histogram
 
 _STACK = re.compile(r"^(.*\bexperts)\.(gate_up_proj|down_proj)$")
 _PART = re.compile(rf"^(.*\bexperts)\.\d+\.(gate_up_proj|down_proj){re.escape(ROWS)}0$")
@@ -68,10 +64,6 @@ class PackingForecast(NamedTuple):
     source_bytes: int
     packed_bytes: int | None  # None: float16, whose exponents are not known from headers
     is_sampled: bool  # from the weights; else from what is usual
-    # of a pass over the packed model; None where packing is not worth it, or needs more memory
-    streamed_bytes: int | None = None
-    sweep_s: float | None = None
-    beside: "BesideForecast | None" = None
 
     @property
     def share(self) -> float | None:
@@ -82,26 +74,6 @@ class PackingForecast(NamedTuple):
     def is_worth_it(self) -> bool:
         """Return True if packing saves enough."""
         return self.share is not None and self.share <= _WORTH_PACKING
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the figures by the names that `--json` uses."""
-        return {
-            "source_bytes": self.source_bytes,
-            "packed_bytes": self.packed_bytes,
-            "is_sampled": self.is_sampled,
-            "share": self.share,
-            "bytes_per_sweep": self.streamed_bytes,
-            "sweep_s": self.sweep_s,
-            "beside": self.beside and self.beside._asdict(),
-        }
-
-
-class BesideForecast(NamedTuple):
-    """A pass over a model that was packed beside a copy, with that copy as a draft."""
-
-    copy_bytes: int  # that stay in memory, as a draft and as a part of the weights
-    streamed_bytes: int
-    sweep_s: float | None
 
 
 def is_packable(name: str, entry: TensorEntry) -> bool:
@@ -150,48 +122,9 @@ def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
     return at(_USUAL_SHARE)
 
 
-def as_beside(checkpoint: Checkpoint, prediction: PackingForecast) -> ModelFiles | None:
-    """Return the model packed beside a copy, and the copy; None where it can have none."""
-    if copy_obstacle(checkpoint) is not None:
-        return None
-    copied = {
-        name: _residual(entry)
-        for name, entry in checkpoint.tensors.items()
-        if copied_matrix(name, entry)
-    }
-    if not copied:
-        return None
-    packed = as_packed(checkpoint, prediction)
-    target = replace(packed, tensors=packed.tensors | copied)
-    return ModelFiles(target, replace(target, held=Held(4, is_copy=True)))
-
-
 def residual_bytes(entry: TensorEntry) -> int:
     """Return the bytes that a matrix is expected to take beside its copy."""
     return math.ceil(math.prod(entry.shape) * _USUAL_RESIDUAL_BITS / 8)
-
-
-def _residual(entry: TensorEntry) -> TensorEntry:
-    symbol_bytes = residual_bytes(entry) - math.prod(entry.shape)
-    return entry._replace(hi=entry.lo + residual_bytes(entry), coded=Coded(Residual(symbol_bytes)))
-
-
-def as_packed(checkpoint: Checkpoint, prediction: PackingForecast) -> Checkpoint:
-    """Return the headers of the packed model as planning sees them."""
-    assert prediction.packed_bytes is not None, "it is worth packing"
-    tensors = by_expert(checkpoint.tensors)
-    packable = {name: entry for name, entry in tensors.items() if is_packable(name, entry)}
-    now_bytes = sum(entry.num_bytes for entry in packable.values())
-    saved_share = (prediction.source_bytes - prediction.packed_bytes) / max(1, now_bytes)
-    shrunk = {name: _shrunk(entry, saved_share) for name, entry in packable.items()}
-    return replace(checkpoint, tensors=tensors | shrunk)
-
-
-def _shrunk(entry: TensorEntry, saved_share: float) -> TensorEntry:
-    fixed_bytes = Exponents(_USUAL_WIDTH, 0).stored_bytes(entry.shape)
-    escape_bytes = max(0, math.ceil(entry.num_bytes * (1 - saved_share)) - fixed_bytes)
-    coded = Coded(Exponents(_USUAL_WIDTH, escape_bytes, STORED[entry.dtype].dtype))
-    return entry._replace(hi=entry.lo + fixed_bytes + escape_bytes, coded=coded)
 
 
 def _sampled_share(checkpoint: Checkpoint, entries: Iterable[TensorEntry]) -> float:

@@ -9,7 +9,7 @@ and an explicit choice is never changed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -389,7 +389,23 @@ def _nodes_to_spare(knowledge: Knowledge, room: TreeRoom) -> int:
     return 1
 
 
-def planned_nodes(spec: TreeSpec, knowledge: Knowledge, room: TreeRoom, rule: str) -> int:
+def first_choices(
+    spec: TreeSpec, knowledge: Knowledge, room: TreeRoom, rule: str
+) -> dict[int, TreeChoice]:
+    """Return the trees of runs that begin alone, and among as many texts as there may be."""
+    return {
+        num_texts: choose(spec, knowledge, TreeRequest(room, rule, num_texts))
+        for num_texts in {1, room.parallel}
+    }
+
+
+def planned_nodes(
+    spec: TreeSpec,
+    knowledge: Knowledge,
+    room: TreeRoom,
+    rule: str,
+    choices: Mapping[int, TreeChoice],
+) -> int:
     """Return the nodes of the largest trees that runs with these settings will take.
 
     With `chain:auto` it is the longest chain. Trees that passes may yet change have room to grow,
@@ -397,10 +413,7 @@ def planned_nodes(spec: TreeSpec, knowledge: Knowledge, room: TreeRoom, rule: st
     """
     if spec.kind == "auto_chain":
         return most_nodes(spec, knowledge, room)
-    requests = [TreeRequest(room, rule, num_texts) for num_texts in {1, room.parallel}]
-    chosen = max(
-        request.num_texts * choose(spec, knowledge, request).shape.num_nodes for request in requests
-    )
+    chosen = max(num_texts * choice.shape.num_nodes for num_texts, choice in choices.items())
     may_change = spec.kind == "auto" and knowledge.is_ranked and is_free_of_trees(rule)
     if not may_change or chosen == 1:
         return chosen

@@ -35,6 +35,8 @@ _MOST_SEEN = 48  # passes kept for each number of texts
 _MOST_OF_SIZE = 5  # last passes that count for each number of rows
 _TRIED = 2  # passes after which a size is known
 _WORTH_CHANGING = 1.25  # times as fast as the tree that a lone text has
+_WORTH_CHANGING_LATE = 1.05  # once there were `_MANY` passes
+_MANY = 24
 _WORTH_TRYING = 1.02  # speedup over the best tree that makes another worth a trial
 _WAITED = 0.1  # share of a sweep: with a longer stall the link limited it
 _MISSES = tuple(2.0 ** (step / 4) for step in range(-8, 7))  # factors on the assumed misses
@@ -151,7 +153,8 @@ class ObservedPasses:
         """Return the prediction to follow, of those that these passes have corrected.
 
         A lone text keeps its tree unless another promises far more: what it would gain by trying
-        neighbours, it loses in its few passes.
+        neighbours, it loses in its few passes. Later, when many have shown what they cost, less is
+        enough.
         """
         if num_texts > 1:
             return self._pick(ranked, num_texts)
@@ -165,7 +168,9 @@ class ObservedPasses:
             ),
             best,
         )
-        return kept if kept.s_per_token < _WORTH_CHANGING * best.s_per_token else best
+        is_late = len(self.among(1)) >= _MANY
+        worth = _WORTH_CHANGING_LATE if is_late else _WORTH_CHANGING
+        return kept if kept.s_per_token < worth * best.s_per_token else best
 
     def _pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
         """Return the best tree, or a neighbour that might be better and is not known yet.

@@ -160,7 +160,6 @@ class Profile:
     draft_name: str
     created: str  # UTC, ISO 8601
     num_tokens: int
-    is_teacher_forced: bool  # ranks on the given text, not on what the target wrote
     acceptance: tuple[float, ...]  # by rank
     standard_error: tuple[Annotated[float, Meta(ge=0, le=1)], ...]  # of each entry
     smoothing: Positive  # how many observations the product form is worth, by held-out traces
@@ -357,6 +356,7 @@ def parse_profile(path: Path) -> Profile:
 
 def _built(values: dict[str, Any]) -> Profile:
     """Return the profile of declared types that a file holds; what it holds beyond is refused."""
+    values.pop("is_teacher_forced", None)  # of files that earlier versions wrote
     costs = {_NAME_OF.get(key, key): value for key, value in values["costs"].items()}
     named = {_NAME_OF.get(key, key): value for key, value in values.items()}
     profile = convert({**named, "costs": costs}, Profile)

@@ -1,22 +1,15 @@
 """Ways to draft for one target, compared for a machine: each as `offload plan` predicts it.
 
-The target is as it is, packed, or packed beside the copy that drafts, before anybody packs it.
-
 Only machines whose rates of computing are known tell drafts apart.
 """
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.open import ReadHeaders
 from offload.checkpoint.sizes import name_of
 from offload.errors import UserError
 from offload.model.headers import describe
-from offload.options import PathLike
-from offload.packing.folders import BESIDE
-from offload.packing.forecast import as_beside, as_packed, forecast
 from offload.planning.cost_model import Prediction
 from offload.planning.draft_kinds import carried_kind, is_auto
 from offload.planning.load_options import LoadOptions
@@ -33,14 +26,13 @@ class DraftCandidate(NamedTuple):
     num_resident: int  # layers of the target that have room beside it
     prediction: Prediction | None  # None where it does not fit
     refusal: str = ""
-    form: str = ""  # of the target: as it is, packed, or beside the copy
 
     @property
     def label(self) -> str:
         is_copy = copy_bits(self.draft) is not None
         name = self.draft if self.draft is None or is_copy else name_of(self.draft)
         form = f" with --draft-dtype {self.draft_dtype}" if self.draft_dtype else ""
-        return f"{name or 'no draft'}{form}{self.form and f', {self.form}'}"
+        return f"{name or 'no draft'}{form}"
 
     @property
     def s_per_token(self) -> float:
@@ -71,40 +63,15 @@ def compare_drafts(
     if is_other and copy_bits(named) is None:
         drafts += [(str(options.draft), dtype) for dtype in (None, *BITS)]
     copies = [(f"{OWN}:{kind}", None) for kind in BITS]
-    ways: list[tuple[str, tuple[str | None, str | None], ReadHeaders | None]]
-    ways = [("", draft, read) for draft in (*drafts, *copies)]
-    for form, files in _packed_forms(options, read or describe).items():
-        reads_packed = partial(_read_in_form, read or describe, options.model, files.target)
-        form_drafts = drafts if files.draft_kind == "none" else [(f"{OWN}:{BESIDE}", None)]
-        ways += [(form, draft, reads_packed) for draft in form_drafts]
     candidates = list[DraftCandidate]()
-    for form, (draft, dtype), reads in ways:
-        where: Any = {"hardware": hardware, "disk_speed": disk_speed, "read": reads}
+    for draft, dtype in (*drafts, *copies):
         try:
             changed = replace(options, draft=draft, tree="auto", draft_dtype=dtype)
-            estimated = estimate(changed, has_packing=False, **where)
+            estimated = estimate(changed, hardware, disk_speed, read=read)
         except UserError as error:
-            candidates.append(DraftCandidate(draft, dtype, 0, 0, None, str(error), form))
+            candidates.append(DraftCandidate(draft, dtype, 0, 0, None, str(error)))
         else:
             best = estimated.predictions[-1] if estimated.predictions else None
             sizes = (estimated.plan.draft_bytes, estimated.plan.num_resident)
-            candidates.append(DraftCandidate(draft, dtype, *sizes, best, form=form))
+            candidates.append(DraftCandidate(draft, dtype, *sizes, best))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
-
-
-def _packed_forms(options: LoadOptions, read: ReadHeaders) -> dict[str, ModelFiles]:
-    """Return the target as `offload pack` would make it, by what that is called."""
-    target, *_ = options.headers(read)
-    packing = forecast(target)
-    if packing is None or not packing.is_worth_it:
-        return {}
-    beside = as_beside(target, packing)
-    forms = {"packed": ModelFiles(as_packed(target, packing))}
-    return forms if beside is None else {**forms, f"packed --beside {BESIDE}": beside}
-
-
-def _read_in_form(
-    read: ReadHeaders, model: PathLike, packed: Checkpoint, name: PathLike, *source: Any
-) -> Checkpoint:
-    """Return the packed target in place of the one that is there, and other models as they are."""
-    return packed if str(name) == str(model) else read(name, *source)

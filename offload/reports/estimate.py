@@ -5,9 +5,8 @@ measured here and now, and from a profile of `offload tune`; where only the link
 perhaps how fast this processor multiplies, a prediction is a lower bound and says so. Tokens per
 pass are a range, from pairs that papers measured, where this pair was not.
 
-Invariant: no weights are fetched, and none are read except in the .3 s that measure the link, and a
-few pieces whose exponents tell what packing would win. No torch except for a GPU, for the speed of
-products, or to count a model that only torch can build.
+Invariant: no weights are fetched, and none are read except in the .3 s that measure the link. No
+torch except for a GPU, for the speed of products, or to count a model that only torch can build.
 """
 
 import math
@@ -16,14 +15,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.open import ReadHeaders
-from offload.checkpoint.sizes import ModelFacts, model_shape
+from offload.checkpoint.sizes import ModelFacts
 from offload.engine.resolve import resolve
 from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.packing.forecast import BesideForecast, PackingForecast, as_beside, as_packed, forecast
 from offload.planning.budget import prompt_costs
-from offload.planning.choice import TreeRequest, choose, most_nodes, planned_nodes, predict
+from offload.planning.choice import TreeChoice, first_choices, most_nodes, planned_nodes, predict
 from offload.planning.cost_model import (
     NOTHING,
     Curve,
@@ -54,7 +52,6 @@ class Estimate(NamedTuple):
     computing: Provenance
     basis: str  # what the tokens per pass rest on, in words
     notes: tuple[str, ...]
-    packing: PackingForecast | None  # None where there is nothing to pack
     traffic: Traffic  # bytes that the plan moves
     # the largest pass over a prompt; None where computing is not known, or nothing streams
     prompt: PromptPass | None
@@ -97,7 +94,6 @@ class Estimate(NamedTuple):
             "predictions": [prediction.as_dict() for prediction in self.predictions],
             "basis": self.basis,
             "prompt": self.prompt and self.prompt.as_dict(),
-            "packing": self.packing and self.packing.as_dict(),
             "notes": list(self.notes),
         }
 
@@ -121,7 +117,6 @@ def estimate(
     disk_speed: str | int | None = None,
     *,
     tokens_per_sweep: float | None = None,
-    has_packing: bool = True,
     read: ReadHeaders | None = None,
 ) -> Estimate:
     """Plan and predict. Raises `UserError` for what does not fit or cannot be read.
@@ -130,7 +125,6 @@ def estimate(
         hardware: name or file of another machine; None is this one.
         disk_speed: bytes per second, such as `3GB`; None measures it here, or takes the machine's.
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
-        has_packing: whether to forecast what packing the target would win.
         read: reads headers by name and config; `cache(describe)` where several estimates are of the
             same models.
     """
@@ -151,7 +145,8 @@ def estimate(
         known = known.with_least_costs(_products_s(setup), counts_link=counts_link)
         if tree.is_chosen:
             room = room._replace(max_nodes=most_nodes(tree, known, room))
-    plan = setup.plan_for(planned_nodes(tree, known, room, settings.rule))
+    choices = first_choices(tree, known, room, settings.rule)
+    plan = setup.plan_for(planned_nodes(tree, known, room, settings.rule, choices))
     traffic = _traffic(setup, known, plan)
     # passes of a self draft are no small matter, so the link says nothing
     is_told = known.computing.is_whole or not known.is_copy
@@ -159,8 +154,8 @@ def estimate(
     basis = _basis(setup, known)
     link = known.link.bytes_per_s
     if link is not None and is_told and (known.computing.is_whole or plan.is_streamed):
-        request = TreeRequest(room, settings.rule, options.parallel)
-        predictions, basis = _predictions(setup, known, request, traffic, tokens_per_sweep)
+        choice = choices[options.parallel]
+        predictions, basis = _predictions(setup, known, choice, traffic, tokens_per_sweep)
     return Estimate(
         models=facts_of(setup),
         plan=plan,
@@ -170,53 +165,8 @@ def estimate(
         computing=known.computing,
         basis=basis,
         notes=(*([] if is_told else [_NO_COSTS]), *setup.notes, *_notes(setup, link, plan)),
-        packing=_packing(setup, plan.num_nodes, link) if has_packing else None,
         traffic=traffic,
         prompt=_prompt(setup, known, traffic, plan),
-    )
-
-
-def _packing(
-    setup: Setup, num_nodes: int, link_bytes_per_s: float | None
-) -> PackingForecast | None:
-    """Return the gain of packing the target, None where there is nothing to pack."""
-    packing = forecast(setup.files.target)
-    if packing is None or not packing.is_worth_it:
-        return packing
-    packing = packing._replace(beside=_beside(setup, packing, num_nodes, link_bytes_per_s))
-    packed = as_packed(setup.files.target, packing)
-    # stacks that `by_expert` does not take apart come whole
-    if setup.budget.experts == "demand" and model_shape(packed).experts is None:
-        return None
-    try:
-        plan = replace(setup, files=setup.files._replace(target=packed)).plan_for(num_nodes)
-    # what weights are expanded into takes room as well
-    except UserError:
-        return packing
-    sweep_s = None
-    if link_bytes_per_s is not None:
-        sweep_s = Traffic.from_plan(plan, setup.hardware).bytes_at(1) / link_bytes_per_s
-    return packing._replace(
-        streamed_bytes=round(Traffic.from_plan(plan).bytes_at(1)), sweep_s=sweep_s
-    )
-
-
-def _beside(
-    setup: Setup, packing: PackingForecast, num_nodes: int, link_bytes_per_s: float | None
-) -> BesideForecast | None:
-    """Return the time of a pass beside a copy that drafts; None where that needs more memory."""
-    files = as_beside(setup.files.target, packing)
-    if files is None:
-        return None
-    try:
-        plan = replace(setup, files=files).plan_for(num_nodes)
-    except UserError:
-        return None
-    traffic = Traffic.from_plan(plan, setup.hardware)
-    return BesideForecast(
-        model_shape(files.target, setup.dtype).companion_bytes,
-        round(Traffic.from_plan(plan).bytes_at(1)),
-        None if link_bytes_per_s is None else traffic.bytes_at(1) / link_bytes_per_s,
     )
 
 
@@ -240,7 +190,7 @@ def _basis(setup: Setup, known: Knowledge) -> str:
 def _predictions(
     setup: Setup,
     known: Knowledge,
-    request: TreeRequest,
+    choice: TreeChoice,
     traffic: Traffic,
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
@@ -248,16 +198,16 @@ def _predictions(
     assert known.link.bytes_per_s is not None, "there is a link to predict by"
     costs = known.costs or link_alone(known.link.bytes_per_s)
     alone = _traffic(setup, known, replace(setup, files=setup.files.alone).minimal_plan)
-    plain = predict(setup.tree, costs, alone, chain(0), (1.0, 1.0), request.num_texts)
+    num_texts = setup.options.parallel
+    plain = predict(setup.tree, costs, alone, chain(0), (1.0, 1.0), num_texts)
     basis = _basis(setup, known)
     if not known.is_ranked or setup.tree.kind == "none":
         return (plain,), basis
-    choice = choose(setup.tree, known, request)
     tokens, basis = choice.tokens_range(setup.files, setup.dtype, known, basis)
     if tokens_per_sweep is not None:
         tokens = (tokens_per_sweep, tokens_per_sweep)
         basis = "tokens per pass as given"
-    wanted = predict(setup.tree, costs, traffic, choice.shape, tokens, request.num_texts)
+    wanted = predict(setup.tree, costs, traffic, choice.shape, tokens, num_texts)
     return (plain, wanted), basis
 
 

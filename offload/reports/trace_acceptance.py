@@ -89,36 +89,18 @@ def dynamic_again(
     return bursts
 
 
-def given_trace(
-    decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling
-) -> list[int]:
-    """Return the ranks of what the target would emit from `start` on in a text not its own."""
-    sequence = decoder.begin(tokens, sampling)
-    ranks = []
-    stars = _stars(decoder, sequence, start)
-    logits = _target_logits(decoder, sequence, start)
-    for position, (logits_V, draw) in enumerate(zip(logits, stars, strict=True), start):
-        if decoder.rule.repeats_draws:
-            ranks.append(_rank_of(draw(), sequence.sampler.draw(logits_V, position)))
-        else:
-            ranks.append(_accepted_rank(draw, logits_V, sequence.sampler))
-    return ranks
-
-
 def _rank_of(star: TokenTree, token: int) -> int:
     child = star.child(0, token)
     return -1 if child is None else child - 1
 
 
-def _accepted_rank(
-    draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: int | None = None
-) -> int:
-    """Return the rank that the ratio test accepts; given `token`, in an outcome that emits it."""
+def _accepted_rank(draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: int) -> int:
+    """Return the rank that the ratio test accepts in an outcome that emits `token`."""
     for _ in range(_MAX_DRAWS):
         star = draw()
         # fresh coins make the position irrelevant
         outcome = walk(star, logits_V.expand(star.num_nodes, -1), sampler, ratio_trials)
-        if token is None or outcome.tokens[0] == token:
+        if outcome.tokens[0] == token:
             break
     return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
 

@@ -64,7 +64,6 @@ def tune(
     sampling: Sampling,
     *,
     num_tokens: int = 2048,
-    is_teacher_forced: bool = False,
     hooks: Hooks = NO_HOOKS,
 ) -> TuneResult:
     """Measure, and save a profile.
@@ -75,7 +74,6 @@ def tune(
         texts: UTF-8 files of the kind that will be decoded.
         sampling: what the profile is for; window i draws with its seed plus i.
         num_tokens: positions to trace.
-        is_teacher_forced: trace the given text itself instead of what the target writes.
 
     Raises:
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load`
@@ -91,7 +89,7 @@ def tune(
     setup = resolve(later, admit=admit, hooks=hooks)
     timed = largest_that_fits(setup, spec)
     target, own_draft = setup.files
-    windows = encode_windows(target, read, num_tokens, is_teacher_forced=is_teacher_forced)
+    windows = encode_windows(target, read, num_tokens)
     rule = "a tune is of a draft that ranks candidates"
     require(own_draft is not None, rule, f"`draft` {options.draft}", "name one")
     assert own_draft is not None
@@ -101,8 +99,7 @@ def tune(
             identity=identity,
             sampling=sampling,
             windows=windows,
-            is_teacher_forced=is_teacher_forced,
-            bounds=bounds_to_grow(decoder, is_teacher_forced=is_teacher_forced),
+            bounds=bounds_to_grow(decoder),
         )
         traced = trace_windows(decoder, question, hooks.on_count)
         uses = expert_uses(decoder)

@@ -37,7 +37,7 @@ from offload.planning.profile import (
     write_atomically,
 )
 from offload.planning.search import best_smoothing
-from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
+from offload.reports.trace_acceptance import dynamic_again, ranks_of, write
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape, isotonic
 
@@ -64,7 +64,6 @@ class TuneQuestion:
     sampling: Sampling
     # token ids; the first `NUM_PROMPT` of each are given
     windows: tuple[tuple[int, ...], ...]
-    is_teacher_forced: bool
     # dynamic trees that are to be grown again over what is written
     bounds: tuple[DynamicShape, ...] = ()
 
@@ -81,30 +80,28 @@ class TuneQuestion:
         return replace(self, identity=replace(self.identity, proofs=proofs))
 
 
-def bounds_to_grow(decoder: Decoder, *, is_teacher_forced: bool) -> tuple[DynamicShape, ...]:
+def bounds_to_grow(decoder: Decoder) -> tuple[DynamicShape, ...]:
     """Return the dynamic trees to grow again, if scores may shape them and the target has written."""
-    can_grow = decoder.rule.repeats_draws and not is_teacher_forced
+    can_grow = decoder.rule.repeats_draws
     return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
 
 
 def encode_windows(
-    target: Checkpoint, texts: Sequence[str], num_tokens: int, *, is_teacher_forced: bool
+    target: Checkpoint, texts: Sequence[str], num_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return `cut_windows` of texts, by the target's tokenizer. Raises `UserError`."""
     tokenizer = load_tokenizer(target.tokenizer_path)
     vocab_size = model_shape(target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in texts]
-    return cut_windows(encoded, num_tokens, is_teacher_forced)
+    return cut_windows(encoded, num_tokens)
 
 
-def cut_windows(
-    texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
-) -> tuple[tuple[int, ...], ...]:
+def cut_windows(texts: Sequence[Sequence[int]], num_tokens: int) -> tuple[tuple[int, ...], ...]:
     """Return windows that give `num_tokens` to trace, or all there are, spread over the texts.
 
     Raises `UserError` where no text is as long as one window.
     """
-    size = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0)
+    size = NUM_PROMPT
     stride = NUM_PROMPT + NUM_NEW
     windows = list[tuple[int, ...]]()
     for ids in texts:
@@ -135,8 +132,6 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
     """Trace one window, and the passes of every kind of dynamic tree."""
     window = question.windows[index]
     sampling = question.sampling.later(index)
-    if question.is_teacher_forced:
-        return TracedWindow(given_trace(decoder, window, NUM_PROMPT, sampling), [])
     # Any tree would do; this one is quick where there is room for it.
     tree = f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
     written = write(decoder, window, sampling, NUM_NEW, tree)
@@ -182,7 +177,6 @@ def summarise(
         draft_name=names[1],
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         num_tokens=sum(map(len, traces)),
-        is_teacher_forced=question.is_teacher_forced,
         acceptance=tuple(p_K.tolist()),
         standard_error=tuple(error_K.tolist()),
         smoothing=best_smoothing(isotonic(p_K), traces),

@@ -1,4 +1,4 @@
-"""`offload pack`, `unpack` and `verify` as a person and a program meet them, and what `plan` says of packing."""
+"""`offload pack`, `unpack` and `verify` as a person and a program meet them."""
 
 import json
 import os

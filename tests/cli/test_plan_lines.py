@@ -181,9 +181,7 @@ def test_a_draft_gets_small_trees_where_rows_are_dear(fine: str, tmp_path: Path)
     draft = config_of(tmp_path / "06b", "qwen3", **sizes)
     room: dict[str, Any] = {"gpu_memory": "6GiB", "ram": "8GB", "context": 1024}
     nodes = {
-        how: estimate(
-            LoadOptions(fine, draft, experts=how, **room), hardware="rtx4090", has_packing=False
-        ).plan.num_nodes
+        how: estimate(LoadOptions(fine, draft, experts=how, **room), hardware="rtx4090").plan.num_nodes
         for how in ("demand", "layers")
     }
     assert nodes["demand"] <= 16 < nodes["layers"]

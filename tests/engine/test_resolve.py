@@ -57,7 +57,7 @@ def plans(pair: tuple[str, str], **options: Any) -> tuple[object, object]:
     if options.get("ram") == 0:
         options["ram"] = streaming_ram(*pair, **TIGHT)
     how = {"ram": "1GiB", **HOW, **options}
-    planned = estimate(LoadOptions(*pair, **how), has_packing=False).plan
+    planned = estimate(LoadOptions(*pair, **how)).plan
     with offload.load(*pair, **how) as decoder:
         return planned, decoder.plan
 
@@ -71,10 +71,10 @@ def test_a_plan_is_that_of_the_run(name: str, pair: tuple[str, str]) -> None:
 def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: tuple[str, str]) -> None:
     """A plan used to refuse what loads with a smaller tree."""
     options = LoadOptions(*pair, ram=streaming_ram(*pair, **{**TIGHT, "num_nodes": 8}), **HOW)
-    found = estimate(options, has_packing=False)
+    found = estimate(options)
     assert 1 < found.plan.num_nodes <= 8
     with pytest.raises(UserError, match="needs"):
-        estimate(replace(options, tree="64x16"), has_packing=False)
+        estimate(replace(options, tree="64x16"))
 
 
 def test_what_one_refuses_the_others_refuse(pair: tuple[str, str], tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_one_refuses_the_others_refuse(pair: tuple[str, str], tmp_path: Pat
 
 def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str], asked: list[dict[str, Any]]) -> None:
     options = LoadOptions(*pair, ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
-    estimate(options, has_packing=False)
+    estimate(options)
     assert [(one["limit_bytes_per_s"], one["open_source"]) for one in asked] == [(1_000_000, DiskReader)]
     resolve(options, open_source=Elsewhere).link(1)
     assert asked[-1]["open_source"] is Elsewhere, "weights that come from elsewhere come at another rate"

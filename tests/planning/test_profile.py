@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def profile(**changes: Any) -> Profile:
     curves = {"compute_s": Curve((1, 16), (0.1, 0.2)), "draft_step_s": Curve((1,), (0.01,))}
     names = {"target_name": "big", "draft_name": "small", "created": "2026-01-01T00:00:00+00:00"}
-    measured = {"num_tokens": 6, "num_threads": 2, "traces": ((0, 1, -1), (0, 0, 1)), "is_teacher_forced": False}
+    measured = {"num_tokens": 6, "num_threads": 2, "traces": ((0, 1, -1), (0, 0, 1))}
     p = {"acceptance": (0.5, 0.25), "standard_error": (0.1, 0.05), "smoothing": 16.0}
     found = {
         "costs": Costs(**curves, verify_s=0.001, link_bytes_per_s=1e9),

@@ -21,7 +21,7 @@ from offload.memory.planner import plan_memory
 from offload.model.headers import describe
 from offload.planning.acceptance import PRODUCT_FORM, DynamicYield, measured_acceptance, tokens_per_sweep
 from offload.planning.budget import budget_of
-from offload.planning.choice import TreeChoice, TreeRequest, TreeRoom, choose, planned_nodes
+from offload.planning.choice import TreeChoice, TreeRoom, first_choices, planned_nodes
 from offload.planning.cost_model import Costs, Curve, costs_on
 from offload.planning.hardware import KNOWN, Hardware
 from offload.planning.load_options import LoadOptions
@@ -57,7 +57,7 @@ def runs_of_luck(num_traces: int) -> list[list[int]]:
 def profile_with(identity: Identity, **measured: Any) -> Profile:
     """A profile of a tune that measured this."""
     how = {"target_name": "big", "draft_name": "small", "created": "2026-01-01T00:00:00+00:00", "num_tokens": 12 * 128,
-           "is_teacher_forced": False, "num_threads": 1}  # fmt: skip
+           "num_threads": 1}  # fmt: skip
     return Profile(identity=identity, **how, **measured)
 
 
@@ -247,15 +247,13 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
     said.write_text(json.dumps({name: value for name, value in told.items() if value is not None}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimating, "resolve", lambda *one, **more: seen_by("plan", resolve(*one, **more)))
-        plan = estimating.estimate(
-            LoadOptions(*headers, context=LONG, profile=str(path)), hardware=str(said), has_packing=False
-        )
+        plan = estimating.estimate(LoadOptions(*headers, context=LONG, profile=str(path)), hardware=str(said))
     options = replace(options, profile="none")
     setup = Setup(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
     known = setup.knowledge(setup.settings()).with_profile(profile, "")
     room = seen_by("generate", setup).room
-    settled = planned_nodes(setup.tree, known, room, "match")
-    decoded = choose(setup.tree, known, TreeRequest(room))
+    choices = first_choices(setup.tree, known, room, "match")
+    settled, decoded = planned_nodes(setup.tree, known, room, "match", choices), choices[1]
     num_nodes = decoded.shape.num_nodes
     assert num_nodes <= settled <= 4 * num_nodes, "memory is planned for the tree that was chosen, and for it to grow"
     assert room.traffic_of(settled) == room.traffic_of(num_nodes), "as far as no more bytes move for that"
@@ -315,9 +313,7 @@ def test_the_best_draft_follows_from_the_machine(name: str, best: str, models: t
     path.write_text(json.dumps({**DRAFT_MACHINES[name], "ram_bytes": "512GiB"}))
     ways = compare_drafts(LoadOptions(*models, context=2048), str(path))
     assert all(one.prediction for one in ways[:3]), [one.refusal for one in ways]
-    plain = {one.draft: one for one in ways if not one.draft_dtype and not one.form}
-    packed, beside = ({one.draft for one in ways if one.form == form} for form in ("packed", "packed --beside int4"))
-    assert packed == {None, models[1]} and beside == {"self:int4"}
+    plain = {one.draft: one for one in ways if not one.draft_dtype}
     kinds = {"small": models[1], "copy": "self:int4", "none": None}
     seconds = {kind: plain[draft].prediction.s_per_token for kind, draft in kinds.items()}  # type: ignore[union-attr]
     assert min(seconds, key=seconds.__getitem__) == best, seconds

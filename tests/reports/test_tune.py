@@ -42,7 +42,7 @@ from offload.reports import trace_acceptance as tracer
 from offload.reports import tune as tuning
 from offload.reports.estimate import estimate
 from offload.reports.proof import BF16_NOISE, draw_gaps, gaps_of
-from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of, write
+from offload.reports.trace_acceptance import dynamic_again, ranks_of, write
 from offload.reports.tune import TuneResult, tune
 from offload.reports.windows import TracedWindow, TuneQuestion, cut_windows, expert_uses, trace_window, trace_windows
 from offload.rules import ChildSampling
@@ -100,12 +100,11 @@ def test_a_tune_counts_what_grown_trees_yield(pair: Pair, text: Path, monkeypatc
 
 def test_windows_are_spread_over_all_texts() -> None:
     texts = [list(range(10_000)), list(range(10_000, 10_100)), [1, 2, 3]]
-    windows = cut_windows(texts, 4 * NUM_NEW, False)
+    windows = cut_windows(texts, 4 * NUM_NEW)
     assert [len(w) for w in windows] == [NUM_PROMPT] * 4
     assert windows[0][0] == 0 and windows[-1][0] > 6000
-    every = cut_windows(texts, 10**6, False)
+    every = cut_windows(texts, 10**6)
     assert len(every) == len(set(every)) == 115, "no more than there are, none of them twice"
-    assert {len(w) for w in cut_windows(texts, NUM_NEW, True)} == {NUM_PROMPT + NUM_NEW}
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(pair: Pair, text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
-    how = {"num_tokens": NUM_NEW, "is_teacher_forced": False}
+    how = {"num_tokens": NUM_NEW}
     how |= {name: options.pop(name) for name in how.keys() & options.keys()}
     loading = LoadOptions(*pair, **{"tree": "64x16", **SETTINGS, **options})
     return tune(loading, [text], sampling or Sampling(), **how)
@@ -273,7 +272,7 @@ def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch:
 
     def question(seed: int) -> TuneQuestion:
         windows = (tuple(random_ids(NUM_PROMPT, 0)), tuple(random_ids(NUM_PROMPT, 1)))
-        return TuneQuestion(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
+        return TuneQuestion(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows)
 
     wanted = [TracedWindow([0], []), TracedWindow([1], [])]
     assert traces(0) == wanted and asked == [0, 1]
@@ -301,12 +300,6 @@ def test_a_profile_has_the_rate_of_a_devices_own_link(monkeypatch: pytest.Monkey
     card = FakeDevice()
     assert [rate(HOST, 80), rate(HOST, 0), rate(card, 80), rate(card, 0)] == [1.0, 1.0, 2.0, 3.0]
     assert rate(HOST, 80, stall_s=1.0) == rate(card, 80, stall_s=1.0) == 40.0
-
-
-def test_teacher_forced_tune_says_so(pair: Pair, text: Path) -> None:
-    profile = run(pair, text, num_tokens=2 * NUM_NEW, is_teacher_forced=True).profile
-    assert profile.is_teacher_forced and profile.dynamic_yields == ()
-    assert [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
 
 
 @pytest.mark.parametrize(
@@ -399,19 +392,6 @@ def test_traces_repeat_the_decoder_sweep_by_sweep(decoder: Decoder, sampling: Sa
         assert bursts(parse_tree(text).build(), trace) == sweeps, text
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder, temperature: float) -> None:
-    """On the target's own text both ways are one; the largest tree holds only half of it, so it takes two sweeps."""
-    sampling = Sampling(temperature=temperature, seed=5)
-    written = decoder.generate(window(2), max_new_tokens=NUM_NEW, temperature=temperature, seed=5).token_ids
-    wanted = written_trace(decoder, window(2), sampling, NUM_NEW, "32x12")
-    assert given_trace(decoder, [*window(2), *written], NUM_PROMPT, sampling) == wanted
-    other = given_trace(decoder, random_ids(NUM_PROMPT + NUM_NEW, 2), NUM_PROMPT, sampling)
-    assert len(other) == NUM_NEW and other.count(0) > 0.2 * NUM_NEW, (
-        "random text, but the draft still guesses the target"
-    )
-
-
 @pytest.mark.parametrize(
     ("bounds", "temperature", "rule"),
     [
@@ -466,22 +446,6 @@ def test_a_rank_is_that_of_the_token_that_was_written() -> None:
         rank = tracer._accepted_rank(draw, logits_2V[1], sampler, token)
         assert rank == -1 or stars[-1].tokens[1 + rank] == token
     assert len(stars) > 15, "no outcome emitted another token"
-
-
-@pytest.mark.parametrize("rule", ["sequoia", "specinfer"])
-def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_overlap(pair: Pair, rule: str) -> None:
-    """Rank 0 comes true with chance sum(min(p, q)), the optimal transport (Leviathan et al., section 3.3)."""
-    sampling, tokens = Sampling(temperature=1.0, seed=1), random_ids(200, 5)
-    with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
-        found = [given_trace(decoder, tokens, 20, replace(sampling, seed=seed)).count(0) / 180 for seed in range(8)]
-        text = decoder.begin(tokens, sampling)
-        scores = decoder.drafter.score(tokens, 20, text.caches.draft)
-        drafted = [text.sampler.distribution(logits_1V)[0] for logits_1V in scores]
-        targeted = [
-            text.sampler.distribution(logits_V[None])[0] for logits_V in tracer._target_logits(decoder, text, 20)
-        ]
-    overlap = sum(float(torch.minimum(p, q).sum()) for p, q in zip(targeted, drafted, strict=True)) / 180
-    assert sum(found) / 8 == pytest.approx(overlap, abs=4 * 0.5 / (8 * 180) ** 0.5)
 
 
 def test_gaps_are_zero_for_drawn_tokens_and_large_for_others() -> None:

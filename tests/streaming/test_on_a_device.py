@@ -22,7 +22,7 @@ from offload.engine import build
 from offload.kernels.registry import KERNELS
 from offload.model.cuda_graphs import CudaRecorder, use_graphs
 from offload.model.kv_cache import KVCache
-from offload.reports.trace_acceptance import given_trace
+from offload.reports.trace_acceptance import ranks_of
 from offload.sampling_options import Sampling
 from offload.streaming import cuda as driver
 from offload.streaming.cuda import CudaDevice
@@ -108,7 +108,7 @@ def test_every_rule_draws_on_the_card(rule: str, pair: tuple[Path, Path, list[in
             grown = decoder.generate(prompts()[1], tree="grown:8x3", **sampling).token_ids
             assert grown == ours == decoder.generate(prompts()[1], tree="none", **sampling).token_ids
         assert len(ours) == 30
-        assert len(given_trace(decoder, prompts()[1], 30, Sampling(temperature=0.8))) == 10
+        assert len(ranks_of(decoder, prompts()[1][:30], prompts()[1][30:40], Sampling(temperature=0.8))) == 10
 
 
 def test_noise_is_that_of_the_cpu(pair: tuple[Path, Path, list[int]]) -> None:

@@ -55,7 +55,7 @@ def _save_profile(folder: Path) -> None:
     costs = Costs(compute_s=Curve((1, 16, 64), (0.1, 0.12, 0.2)), draft_step_s=Curve((1, 8), (0.001, 0.002)),
         verify_s=0.001, link_bytes_per_s=1e9)  # fmt: skip
     known = Profile(identity=identity, target_name="target", draft_name="draft", created="2026-01-01T00:00:00+00:00",
-        num_tokens=6, is_teacher_forced=False, acceptance=(0.5, 0.25), standard_error=(0.1, 0.05), smoothing=16.0,
+        num_tokens=6, acceptance=(0.5, 0.25), standard_error=(0.1, 0.05), smoothing=16.0,
         num_threads=1, costs=costs, traces=((0, 1, -1), (0, 0, 1)), expert_uses=ExpertUses(((1, 2), (2, 1)), 2),
         dynamic_yields=(DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),))  # fmt: skip
     (folder / "profile.json").write_text(format_json(known.as_dict()))
