@@ -91,15 +91,20 @@ class Option:
         if self.reads is not None:
             return self.reads(value, subject)
         if self.choices:
-            rule = f"{subject} must be one of {', '.join(self.choices)}"
-            require(value in self.choices, rule, repr(value), f'try `{self.name}="{self.default}"`')
+            requirement = f"{subject} must be one of {', '.join(self.choices)}"
+            require(
+                value in self.choices,
+                requirement,
+                repr(value),
+                f'try `{self.name}="{self.default}"`',
+            )
         elif self.kind is bool:
             is_either = value in (True, False)
             require(is_either, f"{subject} must be True or False", repr(value), "leave it out")
         elif self.within:
             value = (whole_number if self.kind is int else number)(value, subject)
-            rule, holds = interval(self.within)
-            require(holds(value), f"{subject} must {rule}", value, self.remedy)
+            requirement, holds = interval(self.within)
+            require(holds(value), f"{subject} must {requirement}", value, self.remedy)
         return value
 
 

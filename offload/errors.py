@@ -1,4 +1,4 @@
-"""The errors that a user can mend: one line with the rule, the value that broke it, the remedy."""
+"""The errors that a user can correct: one line with requirement, wrong value and remedy."""
 
 import errno
 import os

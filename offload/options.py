@@ -77,8 +77,8 @@ class TalkingModels(ModelChoice):
         """Return both, as text; the packaged pair where it is asked for. Raises `UserError`."""
         named = [str(path) for path in (self.model, self.draft) if path]
         if self.demo:
-            rule = "`demo` brings its own models"
-            require(not named, rule, " and ".join(named), "leave out `model` and `draft`, or `demo`")
+            requirement = "`demo` brings its own models"
+            require(not named, requirement, " and ".join(named), "leave out `model` and `draft`, or `demo`")
             return str(CHAT_PAIR / "target"), str(CHAT_PAIR / "draft")
         way = "give a folder, a GGUF file or a hub id, or `demo` for the packaged one"
         require(bool(self.model), "`model` says what is to run", "none", way)
@@ -386,8 +386,8 @@ class OutputOptions:
     )
 
     def __post_init__(self) -> None:
-        rule = "`quiet` and `verbose` exclude each other"
-        require(not (self.quiet and self.verbose), rule, "both", "leave one of them out")
+        requirement = "`quiet` and `verbose` exclude each other"
+        require(not (self.quiet and self.verbose), requirement, "both", "leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)

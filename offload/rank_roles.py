@@ -58,15 +58,15 @@ def parse_roles(text: str, num_ranks: int) -> Roles:
     highest = max((*stages, *drafts), default=0)
     idle = sorted({*range(1, num_ranks)} - {*stages, *drafts})
     is_named = len(stages) > 0 and len(drafts) < 2
-    rule = "a rank in `ranks` must be one stage"
+    requirement = "a rank in `ranks` must be one stage"
     require(is_named, _RULE, text, "name the stages, and one draft rank")
-    require(len({*stages}) == len(stages), rule, text, "name each rank once")
-    rule = "rank 0 in `ranks` must be a stage, since it has the text"
-    require(0 in stages, rule, text, "name 0 among the stages")
-    rule = "the draft rank in `ranks` must be no stage"
-    require(not {*drafts} & {*stages}, rule, text, "leave draft out to have rank 0 draft")
-    rule = f"`ranks` must name ranks from 0 to {num_ranks - 1}"
-    require(highest < num_ranks, rule, text, f"start {highest + 1} ranks")
+    require(len({*stages}) == len(stages), requirement, text, "name each rank once")
+    requirement = "rank 0 in `ranks` must be a stage, since it has the text"
+    require(0 in stages, requirement, text, "name 0 among the stages")
+    requirement = "the draft rank in `ranks` must be no stage"
+    require(not {*drafts} & {*stages}, requirement, text, "leave draft out to have rank 0 draft")
+    requirement = f"`ranks` must name ranks from 0 to {num_ranks - 1}"
+    require(highest < num_ranks, requirement, text, f"start {highest + 1} ranks")
     remedy = f"name {', '.join(map(str, idle))} too, or start fewer"
     require(not idle, f"`ranks` must have a role for each of {num_ranks} ranks", text, remedy)
     return Roles(num_ranks, tuple(stages), drafts[0] if drafts else None)
@@ -148,8 +148,8 @@ def cards_of(device: str) -> tuple[str, ...]:
     if match[1] is None:
         return tuple(device.split(","))
     numbers = [int(number) for number in match[1].split(",")]
-    rule = "`device` must name each card once"
-    require(len({*numbers}) == len(numbers), rule, device, "such as cuda:0,1")
+    requirement = "`device` must name each card once"
+    require(len({*numbers}) == len(numbers), requirement, device, "such as cuda:0,1")
     return tuple(f"cuda:{number}" for number in numbers)
 
 
@@ -166,8 +166,10 @@ def require_no_launcher(device: str, words: str | None = None) -> None:
     `words` name a launcher that is about to; else the environment tells of one.
     """
     launcher = words or ("torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else None)
-    rule = f"`device` {device} starts a process for each card by itself"
-    require(launcher is None, rule, launcher, "leave that out, or name one card for each rank")
+    requirement = f"`device` {device} starts a process for each card by itself"
+    require(
+        launcher is None, requirement, launcher, "leave that out, or name one card for each rank"
+    )
 
 
 def find_place(environment: Mapping[str, str] | None = None) -> RankInfo | None:
@@ -202,8 +204,8 @@ def find_place(environment: Mapping[str, str] | None = None) -> RankInfo | None:
 def require_place() -> RankInfo:
     """Return torchrun's settings. Raises `UserError` where there are none."""
     if (place := find_place()) is None:
-        rule = "`ranks` needs several processes that know each other"
-        raise UserError(f"{rule}, got one by itself: {START}")
+        requirement = "`ranks` needs several processes that know each other"
+        raise UserError(f"{requirement}, got one by itself: {START}")
     return place
 
 
@@ -218,8 +220,8 @@ def own_value(text: str, flag: str, place: RankInfo | None) -> str:
     values = text.split(",")
     if place is None or len(values) == 1:
         return text
-    rule = f"{flag} must have one value, or one for each of {place.num_ranks} ranks"
-    require(len(values) == place.num_ranks, rule, text, "the first is rank 0's")
+    requirement = f"{flag} must have one value, or one for each of {place.num_ranks} ranks"
+    require(len(values) == place.num_ranks, requirement, text, "the first is rank 0's")
     return values[place.rank]
 
 
@@ -251,17 +253,17 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         mode = self.mode
-        rule = "`pipeline` must be plain, sync or async"
-        require(mode in get_args(Mode), rule, repr(mode), f"try {_FORM}")
+        requirement = "`pipeline` must be plain, sync or async"
+        require(mode in get_args(Mode), requirement, repr(mode), f"try {_FORM}")
         for name, count in (("rows", self.micro_batch), ("runs", self.credits)):
-            rule = f"{name} of `pipeline` must be 1 to {MOST_ROWS}"
-            require(count is None or 1 <= count <= MOST_ROWS, rule, count, "leave it out")
+            requirement = f"{name} of `pipeline` must be 1 to {MOST_ROWS}"
+            require(count is None or 1 <= count <= MOST_ROWS, requirement, count, "leave it out")
         for part in self.cut or ():
-            rule = "start, recovery and decay of `pipeline` must lie in [0, 1]"
-            require(0 <= part <= 1, rule, part, "try cut=0.3/0.4/0.01")
+            requirement = "start, recovery and decay of `pipeline` must lie in [0, 1]"
+            require(0 <= part <= 1, requirement, part, "try cut=0.3/0.4/0.01")
         decay = self.cut.decay if self.cut else 0.0
-        rule = f"decay of `pipeline` must be 0 or {_LEAST_DECAY} at least"
-        require(decay == 0 or decay >= _LEAST_DECAY, rule, decay, "try cut=0.3/0.4/0.01")
+        requirement = f"decay of `pipeline` must be 0 or {_LEAST_DECAY} at least"
+        require(decay == 0 or decay >= _LEAST_DECAY, requirement, decay, "try cut=0.3/0.4/0.01")
         for name, is_set, modes in (
             ("runs", self.credits is not None, ["async"]),
             ("no-cancel", not self.cancels, ["async"]),
@@ -269,8 +271,8 @@ class PipelineOptions:
             ("rows", self.micro_batch is not None, ["sync", "async"]),
             ("cut", self.cut is not None, ["sync", "async"]),
         ):
-            rule = f"{name} of `pipeline` goes with {' or '.join(modes)}"
-            require(not is_set or mode in modes, rule, mode, f"leave {name} out")
+            requirement = f"{name} of `pipeline` goes with {' or '.join(modes)}"
+            require(not is_set or mode in modes, requirement, mode, f"leave {name} out")
 
     @property
     def speculates(self) -> bool:

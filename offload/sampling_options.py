@@ -100,8 +100,8 @@ class Sampling:
         check_values(self)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         is_safe = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
-        rule = f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}"
-        require(is_safe, rule, self.temperature, "0 is greedy")
+        requirement = f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}"
+        require(is_safe, requirement, self.temperature, "0 is greedy")
 
     def __repr__(self) -> str:
         shown = {**self.as_dict(), "seed": self.seed}
@@ -161,15 +161,15 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
             else [(token, bias) for token, bias in given]
         )
     except (TypeError, ValueError):
-        rule = "`logit_bias` must be pairs of token and number"
-        raise UserError(f"{rule}, got {given!r:.80}: try {{5: -1}}") from None
+        requirement = "`logit_bias` must be pairs of token and number"
+        raise UserError(f"{requirement}, got {given!r:.80}: try {{5: -1}}") from None
     tokens = [whole_number(token, "a token of `logit_bias`") for token, _ in pairs]
     numbers = [number(value, "a number of `logit_bias`") for _, value in pairs]
     is_sound = all(abs(value) <= MOST_PENALTY for value in numbers)
-    rule = f"numbers of `logit_bias` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
-    require(is_sound, rule, numbers, f"-{MOST_PENALTY} is as good as never")
-    rule = "tokens of `logit_bias` must be 0 or more"
-    require(all(token >= 0 for token in tokens), rule, tokens, "give token ids")
-    rule = "a token of `logit_bias` must have one number"
-    require(len({*tokens}) == len(tokens), rule, tokens, "leave others out")
+    requirement = f"numbers of `logit_bias` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
+    require(is_sound, requirement, numbers, f"-{MOST_PENALTY} is as good as never")
+    requirement = "tokens of `logit_bias` must be 0 or more"
+    require(all(token >= 0 for token in tokens), requirement, tokens, "give token ids")
+    requirement = "a token of `logit_bias` must have one number"
+    require(len({*tokens}) == len(tokens), requirement, tokens, "leave others out")
     return tuple(sorted(zip(tokens, numbers, strict=True)))

@@ -118,8 +118,8 @@ EXPANDED_COLUMNS = (
 def main(bench: Bench) -> None:
     """Every kernel against what runs without it; the exit status is 1 where one of them is wrong."""
     if not torch.cuda.is_available():
-        rule = "bench kernels needs a CUDA device, this machine shows none"
-        raise UserError(f"{rule}: run it where there is one")
+        requirement = "bench kernels needs a CUDA device, this machine shows none"
+        raise UserError(f"{requirement}: run it where there is one")
     if not HAS_TRITON:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())

@@ -64,8 +64,8 @@ def accelerate(job: Job) -> Iterator[Row]:
         peer_s = accelerate_s(job.setting.target, job.device, job.num_resident, is_pinned=is_pinned)
         yield row(f"accelerate, CPU offload, one token, {way}", peer_s, "s")
         if job.best_s is None:
-            rule = "no tree has seconds per token to compare"
-            raise UserError(f"{rule}: look at what became of the part `trees`")
+            requirement = "no tree has seconds per token to compare"
+            raise UserError(f"{requirement}: look at what became of the part `trees`")
         name = f"best tree against accelerate, {way} (s/token)"
         promise = None if is_pinned else "against accelerate"
         compared = row(name, job.best_s, "s", peer_s, 0.1, promise=promise)

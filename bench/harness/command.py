@@ -172,8 +172,8 @@ class Bench:
                 continue
             other = known.setdefault(path.absolute(), word)
             if other != word:
-                rule = f"--{other} {path} would be written over by --{word} {path}"
-                raise UserError(f"{rule}: name another file")
+                requirement = f"--{other} {path} would be written over by --{word} {path}"
+                raise UserError(f"{requirement}: name another file")
 
     def effort(self, full: Thing, quick: Thing) -> Thing:
         """Return one of both, with as many prompts as are asked for where a flag says so."""
@@ -198,8 +198,8 @@ class Bench:
         ram = ram or given.ram
         place = place_of(given.device, given.gpu_mem)
         if given.layers is not None and (given.model or given.draft):
-            rule = "--layers makes the models"
-            raise UserError(f"{rule}: leave out --model and --draft, or leave it out")
+            requirement = "--layers makes the models"
+            raise UserError(f"{requirement}: leave out --model and --draft, or leave it out")
         with self.screen as screen:
             if given.layers is not None:
                 synthetic = synthetic_setting(given.layers, ram, place["opened"])
@@ -371,8 +371,8 @@ def command(
 def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
     known = list(known)
     if unknown := [name for name in names if name not in known]:
-        rule = f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}"
-        raise UserError(f"{rule}: leave it out for all")
+        requirement = f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}"
+        raise UserError(f"{requirement}: leave it out for all")
 
 
 def link_ceiling(setting: Setting, plan: MemoryPlan | None) -> float | None:

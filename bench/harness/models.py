@@ -88,8 +88,8 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device) -> Itera
     fitting = max(0, ram_bytes // shape.layer_bytes)
     fewest = synthetic.TINY.num_layers
     if num_layers < fewest or (not is_tiny and num_layers > fitting):
-        rule = f"--layers must be {fewest} to {fitting} in this --ram"
-        raise UserError(f"{rule}, got {num_layers}: change either")
+        requirement = f"--layers must be {fewest} to {fitting} in this --ram"
+        raise UserError(f"{requirement}, got {num_layers}: change either")
     with tempfile.TemporaryDirectory(prefix="offload-bench-") as name:
         target = synthetic.sketch(PAIR / "target", Path(name) / "target", shape)
         draft = synthetic.sketch(PAIR / "draft", Path(name) / "draft", small)

@@ -40,14 +40,14 @@ class Bar(NamedTuple):
 def require_pictures(path: Path) -> None:
     """Raise `UserError` where such a picture cannot be drawn; call it before measuring."""
     if find_spec("matplotlib") is None:
-        rule = "--picture needs matplotlib, which is not installed"
-        raise UserError(f"{rule}: pip install 'offload[bench]'")
+        requirement = "--picture needs matplotlib, which is not installed"
+        raise UserError(f"{requirement}: pip install 'offload[bench]'")
     from matplotlib.figure import Figure
 
     kinds = sorted(Figure().canvas.get_supported_filetypes())
-    rule = f"--picture must end in one of {', '.join(kinds)}"
+    requirement = f"--picture must end in one of {', '.join(kinds)}"
     is_known = path.suffix.removeprefix(".").lower() in ("", *kinds)
-    require(is_known, rule, str(path), "name it .png")
+    require(is_known, requirement, str(path), "name it .png")
 
 
 def draw_decoding(

@@ -116,8 +116,8 @@ def _from_file(path: Path) -> Iterator[Prompt]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8"
-        rule = f"--prompts must be {CODE}, {COPY} or a file"
-        raise UserError(f"{rule}, cannot read {path} ({why}): name another") from None
+        requirement = f"--prompts must be {CODE}, {COPY} or a file"
+        raise UserError(f"{requirement}, cannot read {path} ({why}): name another") from None
     if path.suffix != ".jsonl":
         yield from [Prompt(path.name, text)] if text.strip() else []
         return

@@ -55,8 +55,8 @@ class Setting(NamedTuple):
     def open(self, tree: str, **options: Any) -> Decoder:
         """Open a decoder with room for that tree, as `load` does. Raises `UserError`."""
         if options.get("lenience", 1) != 1:
-            rule = "what is measured is proved: `lenience` must be 1, got less"
-            raise UserError(f"{rule}: leave it out")
+            requirement = "what is measured is proved: `lenience` must be 1, got less"
+            raise UserError(f"{requirement}: leave it out")
         settings = {
             "profile": "none",
             "open_source": open_source,

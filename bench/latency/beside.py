@@ -54,8 +54,10 @@ QUICK = Effort(2, 32)
 def require_provable(sampling: Mapping[str, Any]) -> None:
     """Refuse settings under which a text's own past changes what is drawn. Raises `UserError`."""
     if adjusted := [name for name in _ADJUSTING if name in sampling]:
-        rule = "bench beside proves what it times, and logits that are adjusted hide what was drawn"
-        raise UserError(f"{rule}, got {', '.join(adjusted)}: leave it out of --with")
+        requirement = (
+            "bench beside proves what it times, and logits that are adjusted hide what was drawn"
+        )
+        raise UserError(f"{requirement}, got {', '.join(adjusted)}: leave it out of --with")
 
 
 def row_of(side: Side, prompt: str, result: dict[str, Any]) -> Row:
@@ -112,8 +114,13 @@ def main(
     """How fast is this program beside another checkout, or with other flags?"""
     every = [Side("this", ROOT)]
     for folder in checkout or ():
-        rule = "--checkout must be a folder that has offload in it"
-        require((folder / "offload" / "__init__.py").is_file(), rule, str(folder), "check the path")
+        requirement = "--checkout must be a folder that has offload in it"
+        require(
+            (folder / "offload" / "__init__.py").is_file(),
+            requirement,
+            str(folder),
+            "check the path",
+        )
         every.append(Side(str(folder), folder.resolve()))
     every += [Side(words, ROOT, shlex.split(words)) for words in flags or ()]
     # one that is named twice takes its turns once

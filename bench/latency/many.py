@@ -66,9 +66,11 @@ def run_case(
         if less and less.keys() == after.keys()
     ]
     if not steps:
-        rule = "bench many counts passes in which every text is under way, and there was none"
+        requirement = (
+            "bench many counts passes in which every text is under way, and there was none"
+        )
         raise UserError(
-            f"{rule}: give --prompts that are gone on with for longer, or less --parallel"
+            f"{requirement}: give --prompts that are gone on with for longer, or less --parallel"
         )
     seconds = sum(step_s for step_s, _ in steps)
     num_tokens = sum(num_more for _, num_more in steps)

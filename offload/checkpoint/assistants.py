@@ -33,15 +33,17 @@ def assistant_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     sizes_of_draft = dict(of_text(draft.config))
     sizes = config_sizes(target)
     kind = str(theirs.get("model_type"))
-    rule = f"{where}: an assistant of Gemma 4 goes with a Gemma 4"
-    require(kind.startswith("gemma4"), rule, kind, OTHER_HEAD)
+    requirement = f"{where}: an assistant of Gemma 4 goes with a Gemma 4"
+    require(kind.startswith("gemma4"), requirement, kind, OTHER_HEAD)
     for given, wanted in (
         (draft.config.get("backbone_hidden_size"), sizes["hidden_size"]),
         (sizes_of_draft.get("vocab_size"), sizes["vocab_size"]),
         *((sizes_of_draft.get(name), theirs.get(name)) for name in _ALIKE),
     ):
-        rule = f"{where}: an assistant of another target (sizes must be {target.name}'s, {wanted})"
-        require(None in (given, wanted) or given == wanted, rule, given, OTHER_HEAD)
+        requirement = (
+            f"{where}: an assistant of another target (sizes must be {target.name}'s, {wanted})"
+        )
+        require(None in (given, wanted) or given == wanted, requirement, given, OTHER_HEAD)
     mixed = {_MIXED[name]: entry for name, entry in draft.extra.items() if name in _MIXED}
     order = draft.extra.get(_ORDER)
     clusters = None
@@ -75,6 +77,6 @@ def _lenders(where: str, target: Settings, borrower: Settings) -> tuple[tuple[st
     last = {kind: layer for layer, kind in enumerate(kinds[:num_own])}
     lent = dict.fromkeys(borrower.get("layer_types") or ["full_attention"])
     unknown = [kind for kind in lent if kind not in last]
-    rule = f"{where}: an assistant reads keys of layers that the target has"
-    require(not unknown, rule, ", ".join(map(str, unknown)), OTHER_HEAD)
+    requirement = f"{where}: an assistant reads keys of layers that the target has"
+    require(not unknown, requirement, ", ".join(map(str, unknown)), OTHER_HEAD)
     return tuple((kind, last[kind]) for kind in lent)

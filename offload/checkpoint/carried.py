@@ -102,11 +102,11 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
     extra = with_codings(where, target.config, dict(target.extra))
     tensors, layout = _by_own_names(extra, num_layers)
     if not tensors:
-        rule = f"{where}: `draft` mtp needs MTP layers in the files"
+        requirement = f"{where}: `draft` mtp needs MTP layers in the files"
         got = f"config.json states {stated} and no tensor is of them" if stated else "none"
         if extra:
             got = f"layers in a form that is not read ({min(extra)})"
-        raise UserError(f"{rule}, got {got}: take lookup, or name a small draft")
+        raise UserError(f"{requirement}, got {got}: take lookup, or name a small draft")
     if any(map(_SUBLAYER.match, extra)):
         num_depths = 1
         tensors, config = _of_sublayers(where, target.config, tensors)

@@ -158,8 +158,8 @@ def folder_of(
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        rule = "model must be a directory or a hub id"
-        raise UserError(f"{rule}, {path} is a file: give the folder it lies in")
+        requirement = "model must be a directory or a hub id"
+        raise UserError(f"{requirement}, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise _not_there(path)
     small = download_small(str(model))

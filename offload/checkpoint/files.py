@@ -147,8 +147,8 @@ def text_of(raw: bytes, subject: str, source: object) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        rule = f"{subject} must be UTF-8, {source} is not at byte {error.start}"
-        raise UserError(f"{rule}: convert it first") from None
+        requirement = f"{subject} must be UTF-8, {source} is not at byte {error.start}"
+        raise UserError(f"{requirement}: convert it first") from None
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

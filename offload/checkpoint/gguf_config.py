@@ -216,8 +216,8 @@ def require_stated(where: str, config: Mapping[str, Any], metadata: Metadata, so
             if is_number and not any(
                 math.isclose(number, value, rel_tol=1e-6) for value in allowed
             ):
-                rule = f"{said.arch}.{key} is {number} there and {allowed[0]} in {source}"
-                raise UserError(f"{where}: {rule}: {GIVE_CONFIG}")
+                requirement = f"{said.arch}.{key} is {number} there and {allowed[0]} in {source}"
+                raise UserError(f"{where}: {requirement}: {GIVE_CONFIG}")
 
 
 def _latent_sizes(config: Mapping[str, Any], key: str) -> list[int]:
@@ -288,15 +288,15 @@ class _ArchMetadata:
         value = value[0] if isinstance(value, list) and value and len(set(value)) == 1 else value
         if value is None or (type(value) is int and 0 < value < 1 << 32):
             return value
-        rule = f"{self.where}: {self.arch}.{key} must be one whole number above 0"
-        raise UserError(f"{rule}, got {value!r:.80}: take the model in safetensors")
+        requirement = f"{self.where}: {self.arch}.{key} must be one whole number above 0"
+        raise UserError(f"{requirement}, got {value!r:.80}: take the model in safetensors")
 
     def real(self, key: str) -> float | None:
         value = self.get(key)
         if value is None or (type(value) in (int, float) and 0 < value < math.inf):
             return None if value is None else _shortest_decimal(value)
-        rule = f"{self.where}: {self.arch}.{key} must be a number above 0"
-        raise UserError(f"{rule}, got {value!r:.80}: {GIVE_CONFIG}")
+        requirement = f"{self.where}: {self.arch}.{key} must be a number above 0"
+        raise UserError(f"{requirement}, got {value!r:.80}: {GIVE_CONFIG}")
 
 
 def _shortest_decimal(value: float) -> float:

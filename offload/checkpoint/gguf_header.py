@@ -162,8 +162,8 @@ def _read(header: _HeaderReader, shard: int) -> tuple[dict[str, Any], dict[str, 
         metadata[key] = _value(header, header.number("<I"))
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment not in _ALIGNMENTS:
-        rule = f"{name}: general.alignment must be a power of two of 8 or more"
-        raise damaged(f"{rule}, got {alignment!r:.80}")
+        requirement = f"{name}: general.alignment must be a power of two of 8 or more"
+        raise damaged(f"{requirement}, got {alignment!r:.80}")
     return metadata, _entries(header, num_tensors, alignment, shard)
 
 

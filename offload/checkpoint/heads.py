@@ -85,8 +85,8 @@ def refuse_other_heads(draft: Checkpoint) -> None:
     if form is None and head_kind(config) is None and mixer is not None:
         form = "EAGLE-1, EAGLE-2 or HASS"
     if form is not None:
-        rule = f"{draft.name}: a head of the {form} form is not read"
-        raise UserError(f"{rule}: take an EAGLE-3 or DFlash head of this target, or lookup")
+        requirement = f"{draft.name}: a head of the {form} form is not read"
+        raise UserError(f"{requirement}: take an EAGLE-3 or DFlash head of this target, or lookup")
 
 
 def eagle3_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
@@ -133,8 +133,10 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     size = stated.get("block_size")
     mask = stated.get("mask_token_id")
     if type(size) is not int or type(mask) is not int or not (1 < size < _MOST and mask >= 0):
-        rule = f"{draft.name}: a DFlash block states block_size, of two or more, and mask_token_id"
-        raise UserError(f"{rule}, got {size!r:.40} and {mask!r:.40}: {OTHER_HEAD}")
+        requirement = (
+            f"{draft.name}: a DFlash block states block_size, of two or more, and mask_token_id"
+        )
+        raise UserError(f"{requirement}, got {size!r:.40} and {mask!r:.40}: {OTHER_HEAD}")
     if config.get("model_type") in _OF_TYPE:
         config.setdefault("layer_types", ["sliding_attention"] * config.get("num_hidden_layers", 0))
     config["model_type"] = "qwen3"
@@ -169,8 +171,8 @@ def check_kind(draft: Checkpoint, wanted: str) -> None:
 def _numbers(draft: Checkpoint, layers: Any) -> list[int]:
     """Return layer numbers. Raises `UserError` unless they are whole numbers."""
     if not isinstance(layers, list) or not all(type(number) is int for number in layers):
-        rule = f"{draft.name}: config.json must number the target's layers that it reads"
-        raise UserError(f"{rule}, got {layers!r:.80}: {OTHER_HEAD}")
+        requirement = f"{draft.name}: config.json must number the target's layers that it reads"
+        raise UserError(f"{requirement}, got {layers!r:.80}: {OTHER_HEAD}")
     return layers
 
 
@@ -178,8 +180,10 @@ def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
     """Return the target's layer numbers, rising. Raises `UserError` for any others."""
     numbers = _numbers(draft, layers)
     if numbers != sorted(set(numbers)) or any(not 0 <= number < depth for number in numbers):
-        rule = f"{draft.name}: the layers that it reads must rise and be the target's, of {depth}"
-        raise UserError(f"{rule}, got {numbers!r:.80}: {OTHER_HEAD}")
+        requirement = (
+            f"{draft.name}: the layers that it reads must rise and be the target's, of {depth}"
+        )
+        raise UserError(f"{requirement}, got {numbers!r:.80}: {OTHER_HEAD}")
     return tuple(numbers)
 
 
@@ -220,8 +224,8 @@ def _beside(
     kind = config.get("model_type")
     unread += [] if kind in _LAYER_KINDS else [f"layers of type {kind}"]
     if unread:
-        rule = f"{draft.name}: a head in a form that is not read"
-        raise UserError(f"{rule} ({unread[0]}): {OTHER_HEAD}")
+        requirement = f"{draft.name}: a head in a form that is not read"
+        raise UserError(f"{requirement} ({unread[0]}): {OTHER_HEAD}")
     sizes = config_sizes(target)
     mixer = tensors[f"{MIXER}fc.weight"]
     shared = {name: entry for name, entry in shared_with(target).items() if name not in tensors}
@@ -301,10 +305,12 @@ def _check_fit(
             raise UserError(f"{complaint} (corrections of {given}, not {fitting}): {OTHER_HEAD}")
     if head is None or (ids is None and head.shape[:1] == (words,)):
         return None
-    rule = f"{draft.name}: a head of {head.shape[0]} words has d2t, which says of each what it adds"
+    requirement = (
+        f"{draft.name}: a head of {head.shape[0]} words has d2t, which says of each what it adds"
+    )
     if ids is None or ids.shape != head.shape[:1] or ids.dtype not in WORD_TYPES:
         got = "none" if ids is None else f"{ids.dtype} {list(ids.shape)}"
-        raise UserError(f"{rule}, got {got}: take a head that is whole")
+        raise UserError(f"{requirement}, got {got}: take a head that is whole")
     return ids
 
 

@@ -29,8 +29,8 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
         limit = _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
         is_usual = size is None and name in _DEFAULTED
         if not is_usual and not (type(size) is int and 0 < size < limit):
-            rule = f"{path}: {name} must be a whole number above 0 and below {limit}"
-            raise UserError(f"{rule}, got {size!r:.80}: fix it")
+            requirement = f"{path}: {name} must be a whole number above 0 and below {limit}"
+            raise UserError(f"{requirement}, got {size!r:.80}: fix it")
     width = config["hidden_size"]
     vocab = config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}

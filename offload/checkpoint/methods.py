@@ -50,8 +50,8 @@ def check_method(name: str, config: Settings) -> None:
     if settings is None:
         return
     if not isinstance(settings, dict):
-        rule = f"{name}: quantization_config must be an object"
-        raise UserError(f"{rule}, got {settings!r:.40}: mend config.json")
+        requirement = f"{name}: quantization_config must be an object"
+        raise UserError(f"{requirement}, got {settings!r:.40}: mend config.json")
     kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
              "modelopt": _modelopt, "fp8": _fp8, "mlx": _mlx}  # fmt: skip
     method = method_of(settings)
@@ -75,9 +75,9 @@ def unexplained(name: str, config: Settings) -> UserError:
     """Return the error for a config with quantisation settings where no weight is quantised."""
     settings = quantisation(config)
     method = method_of(settings) if isinstance(settings, dict) else None
-    rule = f"{name}: weights must be stored as {_READ.get(str(method), 'config.json')} says"
+    requirement = f"{name}: weights must be stored as {_READ.get(str(method), 'config.json')} says"
     plain = "or remove quantization_config from config.json if its weights are plain numbers"
-    return UserError(f"{rule}, no tensor is: {INSTEAD}, {plain}")
+    return UserError(f"{requirement}, no tensor is: {INSTEAD}, {plain}")
 
 
 def method_of(settings: Settings) -> str | None:

@@ -50,8 +50,10 @@ def require_known(where: str, config: Settings) -> None:
     """Raise `UserError` for a family whose tensors mlx-lm may change in unknown ways."""
     family = config.get("model_type")
     if family not in _FAMILIES:
-        rule = f"{where}: of what mlx-lm wrote, models whose tensors it leaves alone are read"
-        raise UserError(f"{rule}, {family!s:.40} is not known to be one: {INSTEAD}")
+        requirement = (
+            f"{where}: of what mlx-lm wrote, models whose tensors it leaves alone are read"
+        )
+        raise UserError(f"{requirement}, {family!s:.40} is not known to be one: {INSTEAD}")
 
 
 def as_in_transformers(where: str, config: Settings, tensors: Entries) -> dict[str, TensorEntry]:
@@ -78,8 +80,8 @@ def _experts(
     num_experts = entry.shape[0] if len(entry.shape) == 3 else 0
     if not num_experts or any(part.shape[:1] != (num_experts,) for part in parts):
         shapes = " and ".join(str(list(part.shape)) for part in parts)
-        rule = f"{where}: {mixture}.switch_mlp must be stacks of as many experts"
-        raise UserError(f"{rule}, has shapes {shapes}: convert the model again")
+        requirement = f"{where}: {mixture}.switch_mlp must be stacks of as many experts"
+        raise UserError(f"{requirement}, has shapes {shapes}: convert the model again")
     return {
         f"{mixture}.experts.{expert}.{matrix}.weight": slice_of(entry, expert, num_experts)
         for expert in range(num_experts)

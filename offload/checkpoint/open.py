@@ -86,9 +86,9 @@ def gguf_file(model: str | os.PathLike[str]) -> Path | None:
 
 def require_name(model: str | os.PathLike[str]) -> None:
     """Raise `UserError` for a text that cannot name a model."""
-    rule = "a model must be a folder, a GGUF file or a hub id"
+    requirement = "a model must be a folder, a GGUF file or a hub id"
     is_name = isinstance(model, str | os.PathLike) and bool(os.fspath(model))
-    require(is_name, rule, f"{model!r:.80}", "give its path or name")
+    require(is_name, requirement, f"{model!r:.80}", "give its path or name")
 
 
 def open_headers(

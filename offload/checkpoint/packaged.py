@@ -421,8 +421,8 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
     for name, num_bytes in manifest["files"].items():
         path = destination / name
         if not path.is_file() or path.stat().st_size != num_bytes:
-            rule = f"{path} should be a file of {num_bytes} bytes"
-            raise UserError(f"{rule}: remove {destination} and start again")
+            requirement = f"{path} should be a file of {num_bytes} bytes"
+            raise UserError(f"{requirement}: remove {destination} and start again")
     return True
 
 

@@ -138,8 +138,8 @@ def header_bytes(
 def require_few(where: str, num_tensors: int) -> None:
     """Raise `UserError` for a file, or a model, with more tensors than any real one."""
     if num_tensors > _MAX_TENSORS:
-        rule = f"{where} must have at most {_MAX_TENSORS} tensors"
-        raise UnreadError(f"{rule}, got {num_tensors}: {ANOTHER}")
+        requirement = f"{where} must have at most {_MAX_TENSORS} tensors"
+        raise UnreadError(f"{requirement}, got {num_tensors}: {ANOTHER}")
 
 
 def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:

@@ -329,8 +329,8 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     }
     for key, values in each.items():
         if not all(type(value) is int and 0 < value < _MAX_SIZE for value in values):
-            rule = f"{key} in config.json must be a whole number above 0 and below 2^63"
-            raise UserError(f"{where}: {rule}, got {given[key]!r:.80}: fix it")
+            requirement = f"{key} in config.json must be a whole number above 0 and below 2^63"
+            raise UserError(f"{where}: {requirement}, got {given[key]!r:.80}: fix it")
     return {key: max(values) for key, values in each.items()}
 
 

@@ -113,8 +113,8 @@ def check_counts(where: str, config: Settings, file: str = "config.json") -> Non
             size = len(value) if key in _LABELS and isinstance(value, dict) else value
             most = _most(str(key))  # tables that were built, and not read, have numbers for keys
             if most is not None and isinstance(size, int | float):
-                rule = f"{where}: {key} in {file} must be at most {most}"
-                require(size <= most, rule, size, "fix it")
+                requirement = f"{where}: {key} in {file} must be at most {most}"
+                require(size <= most, requirement, size, "fix it")
 
 
 def _most(key: str) -> int | None:
@@ -126,9 +126,9 @@ def _most(key: str) -> int | None:
 
 def check_types(where: str, config: Settings, file: str = "config.json") -> None:
     """Raise `UserError` where a part of a config has a model type that is not text."""
-    rule = f"{where}: model_type in {file} must be text"
+    requirement = f"{where}: model_type in {file} must be text"
     for kind in (part.get("model_type") for part in objects(config)):
-        require(isinstance(kind, str | None), rule, kind, "fix it")
+        require(isinstance(kind, str | None), requirement, kind, "fix it")
 
 
 def objects(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -258,8 +258,8 @@ def check_tokenizer_files(directory: Path) -> None:
         size = os.path.getsize(path) if is_read else 0
         if size > _MOST_BYTES:
             has = f"{where}: {path.name} has {size >> 20} MiB"
-            rule = f"no such file has more than {_MOST_BYTES >> 20}"
-            raise UserError(f"{has}, {rule}: {_DOWNLOAD_AGAIN}")
+            requirement = f"no such file has more than {_MOST_BYTES >> 20}"
+            raise UserError(f"{has}, {requirement}: {_DOWNLOAD_AGAIN}")
     for path in (directory / name for name in _CONFIGS):
         if os.path.isfile(path):
             config = read_json(path)

@@ -162,12 +162,12 @@ def _entry(recognised: RecognisedWeight, parts: Entries) -> TensorEntry:
     """Return a coded weight's entry. Raises `ValueError` for unknown types or scattered words."""
     for suffix in (*recognised.words, *recognised.companions):
         dtype = parts[suffix].dtype
-        rule = f"{suffix} must be of a type that is known"
-        ensure(dtype in STORED, f"{rule}, is {dtype:.40}: {ANOTHER}")
+        requirement = f"{suffix} must be of a type that is known"
+        ensure(dtype in STORED, f"{requirement}, is {dtype:.40}: {ANOTHER}")
     words = [parts[suffix] for suffix in recognised.words]
-    rule = f"{' and '.join(recognised.words)} must lie one behind the other in a file"
+    requirement = f"{' and '.join(recognised.words)} must lie one behind the other in a file"
     places = [((word.shard, word.hi), (other.shard, other.lo)) for word, other in pairwise(words)]
-    ensure(all(end == start for end, start in places), f"{rule}, they do not: pack it again")
+    ensure(all(end == start for end, start in places), f"{requirement}, they do not: pack it again")
     coded = Coded(
         recognised.coding, tuple((suffix, parts[suffix]) for suffix in recognised.companions)
     )

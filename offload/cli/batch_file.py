@@ -96,8 +96,8 @@ def read_tasks(
 def varied(request: Request, num_samples: int) -> Iterator[Request]:
     """Return `samples_of` a request. Raises `UserError` where they would all be the same."""
     is_varied = num_samples == 1 or not request.sampling.is_greedy
-    rule = "`samples` of greedy text are all the same: there must be one"
-    require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
+    requirement = "`samples` of greedy text are all the same: there must be one"
+    require(is_varied, requirement, num_samples, "give a `temperature`, or leave `samples` out")
     return samples_of(request, num_samples)
 
 
@@ -106,12 +106,12 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
     fields_given = _object(line)
     for key in fields_given:
         got = f"{key!r:.80}{did_you_mean(key, _FIELDS).rstrip('?')}"
-        rule = f"a field must be one of {', '.join(_FIELDS)}"
-        require(key in _FIELDS, rule, got, "mend or take it out")
+        requirement = f"a field must be one of {', '.join(_FIELDS)}"
+        require(key in _FIELDS, requirement, got, "mend or take it out")
         # a whole number, to Python
         is_truth = isinstance(fields_given[key], bool) and key != "json_schema"
-        rule = f"{key} must not be true or false"
-        require(not is_truth, rule, json.dumps(fields_given[key]), "mend or take it out")
+        requirement = f"{key} must not be true or false"
+        require(not is_truth, requirement, json.dumps(fields_given[key]), "mend or take it out")
     name = fields_given.get("id")
     is_name = isinstance(name, str | int | None)
     require(is_name, "id must be text or a whole number", f"{name!r:.80}", "mend it")
@@ -140,8 +140,8 @@ def _object(line: str) -> dict[str, Any]:
     require(isinstance(parsed, dict), "a line must be a JSON object", f"{line:.80}", remedy)
     parsed = {key: value for key, value in parsed.items() if value is not None}
     for other, key in _SYNONYMS.items():
-        rule = f"a line must have one of {key} and {other}"
-        require(not {other, key} <= parsed.keys(), rule, "both", "leave one out")
+        requirement = f"a line must have one of {key} and {other}"
+        require(not {other, key} <= parsed.keys(), requirement, "both", "leave one out")
     return {_SYNONYMS.get(key, key): value for key, value in parsed.items()}
 
 
@@ -176,8 +176,12 @@ def _sampling(fields_given: Mapping[str, Any], common: Sampling) -> Sampling:
         }
     sampling = replace(common, **changes)
     useless = [name for name in NARROWING if name in changes]
-    rule = f"{listed(NARROWING)} choose among tokens that are drawn: there must be a temperature"
-    require(not (sampling.is_greedy and useless), rule, ", ".join(useless), "give one as well")
+    requirement = (
+        f"{listed(NARROWING)} choose among tokens that are drawn: there must be a temperature"
+    )
+    require(
+        not (sampling.is_greedy and useless), requirement, ", ".join(useless), "give one as well"
+    )
     return sampling
 
 
@@ -285,8 +289,8 @@ def open_results(
         yield ResultsFile("", to_stdout)
         return
     if path.exists() and path.samefile(prompts):
-        rule = f"`out` must be another file than that of the prompts, got {path}"
-        raise UserError(f"{rule}: name another one")
+        requirement = f"`out` must be another file than that of the prompts, got {path}"
+        raise UserError(f"{requirement}: name another one")
     with _opened(path) as file:
         results = ResultsFile(str(path), lambda line: _append(file, line, path))
         whole = _whole_lines(file, path)
@@ -302,8 +306,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         opened = path.open("a+b", buffering=0)
     with opened as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            rule = f"results must be kept in a file, {path} is none"
-            raise UserError(f"{rule}: leave `out` out for standard output")
+            requirement = f"results must be kept in a file, {path} is none"
+            raise UserError(f"{requirement}: leave `out` out for standard output")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -161,8 +161,8 @@ def _own_number(context: typer.Context, param: Any, text: str | None) -> int | N
     if DECLARED[str(param.name)].counts == "cores":
         # More threads than cores only wait for each other, and thousands are more than a process may start.
         most = machine.num_cores()
-        rule = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
-        require(int(number) <= most, rule, number, "leave it out to have it measured")
+        requirement = f"{param.opts[0]} must be at most {most}, the cores that this process may use"
+        require(int(number) <= most, requirement, number, "leave it out to have it measured")
     return int(number)
 
 

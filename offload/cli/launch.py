@@ -102,26 +102,28 @@ def plan_launch(
     num_ranks: int, hosts: str | None, host_index: int | None, port: int | None, command: list[str]
 ) -> Launch:
     """Return the launch that the flags ask for. Raises `UserError`."""
-    rule = f"offload launch starts one of {', '.join(COMMANDS)}"
+    requirement = f"offload launch starts one of {', '.join(COMMANDS)}"
     named = command[: 1 + (command[0] == "bench")]
-    require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
+    require(
+        takes_ranks(command), requirement, " ".join(named), "offload launch -n 2 -- generate ..."
+    )
     device = _value_of("--device", command)
     if device is not None and cards_of(device):
         require_no_launcher(device, "offload launch")
     if hosts is None:
-        rule = "--host-index is a place in --hosts"
-        require(host_index is None, rule, host_index, "give --hosts, or leave it out")
+        requirement = "--host-index is a place in --hosts"
+        require(host_index is None, requirement, host_index, "give --hosts, or leave it out")
         return Launch(num_ranks, ["127.0.0.1"], 0, port or free_port(), command)
     names = hosts.split(",")
     num_hosts = len(names)
-    rule = "--hosts must be names or addresses, with commas between them"
-    require(all(names), rule, hosts, "such as alpha,beta")
-    rule = f"-n must be a multiple of {num_hosts}, the number of hosts"
-    require(num_ranks % num_hosts == 0, rule, num_ranks, f"try {num_hosts}")
+    requirement = "--hosts must be names or addresses, with commas between them"
+    require(all(names), requirement, hosts, "such as alpha,beta")
+    requirement = f"-n must be a multiple of {num_hosts}, the number of hosts"
+    require(num_ranks % num_hosts == 0, requirement, num_ranks, f"try {num_hosts}")
     if host_index is None:
         host_index = _find_host(names)
-    rule = f"--host-index must be less than {num_hosts}"
-    require(host_index < num_hosts, rule, host_index, "the first is 0")
+    requirement = f"--host-index must be less than {num_hosts}"
+    require(host_index < num_hosts, requirement, host_index, "the first is 0")
     return Launch(num_ranks // num_hosts, names, host_index, port or 29500, command)
 
 
@@ -168,9 +170,9 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
     except SignalException as error:
         return 128 + error.sigval, []
     except (RuntimeError, OSError, TimeoutError) as error:
-        rule = f"all hosts must meet at {plan.address}:{plan.port} within {_MEET_S} s"
+        requirement = f"all hosts must meet at {plan.address}:{plan.port} within {_MEET_S} s"
         remedy = "start the command on every host; the port must be free on the first, and open to the others"
-        raise UserError(f"{rule}, got {reason(error).rstrip('.')}: {remedy}") from None
+        raise UserError(f"{requirement}, got {reason(error).rstrip('.')}: {remedy}") from None
     return 0, []
 
 

@@ -50,8 +50,8 @@ def pack(
     """
     out = done.out
     given = "neither" if out is None else "both"
-    rule = "one of `out` and `verify` must be given"
-    require(done.verify == (out is None), rule, given, "--out names a folder to make")
+    requirement = "one of `out` and `verify` must be given"
+    require(done.verify == (out is None), requirement, given, "--out names a folder to make")
     from offload.packing.folders import check_pack, read_manifest
 
     if out is None:

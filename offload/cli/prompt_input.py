@@ -24,14 +24,14 @@ def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
     if file is not None and text.prompt is not None:
         raise UserError("-p and -f exclude each other: give one of them")
     is_unsaid = text.out is None or prompts is not None
-    rule = f"`out` is for results of many prompts, -f FILE{_MANY}"
-    require(is_unsaid, rule, file or "one prompt", "leave it out, stdout has the text")
+    requirement = f"`out` is for results of many prompts, -f FILE{_MANY}"
+    require(is_unsaid, requirement, file or "one prompt", "leave it out, stdout has the text")
     is_alone = text.session is None or (prompts is None and text.samples == 1)
     got = "many prompts" if prompts else f"`samples` {text.samples}"
     require(is_alone, "`session` keeps one text", got, "leave one of them out")
     is_told = text.num_logprobs is None or as_json or prompts is not None
-    rule = "`num_logprobs` are part of what --json prints"
-    require(is_told, rule, text.num_logprobs, "give --json")
+    requirement = "`num_logprobs` are part of what --json prints"
+    require(is_told, requirement, text.num_logprobs, "give --json")
     return prompts
 
 
@@ -63,11 +63,11 @@ def with_system(text: str, system: str | None, *, raw: bool) -> "Prompt | None":
     if not system:
         return text or None
     if raw:
-        rule = "`system` is put in by the chat template, which `raw` leaves out"
-        raise UserError(f"{rule}: leave one of them out")
+        requirement = "`system` is put in by the chat template, which `raw` leaves out"
+        raise UserError(f"{requirement}: leave one of them out")
     if not text:
-        rule = "`system` is told before a prompt, and there is none"
-        raise UserError(f"{rule}: give -p, or leave it out")
+        requirement = "`system` is told before a prompt, and there is none"
+        raise UserError(f"{requirement}: give -p, or leave it out")
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
@@ -76,8 +76,8 @@ def found_session(path: Path | None, models: ModelOptions) -> Path | None:
     if path is None:
         return None
     if (sharing := shared_by(models.device, models.ranks)) is not None:
-        rule = "`session` keeps what one process has computed"
-        raise UserError(f"{rule}, got {sharing}: leave one of them out")
+        requirement = "`session` keeps what one process has computed"
+        raise UserError(f"{requirement}, got {sharing}: leave one of them out")
     folder = path.absolute().parent
     obstacle = ""
     if path.is_dir():

@@ -42,10 +42,10 @@ class GivenSampling(NamedTuple):
             return cls(Sampling(**overrides, seed=sampling.seed), {}, note)
         is_drawn = any(name in given for name in DRAWING)
         if is_drawn and "temperature" not in given:
-            rule = (
+            requirement = (
                 f"{listed([f'`{name}`' for name in NARROWING])} choose among tokens that are drawn"
             )
-            raise UserError(f"{rule}: give `temperature` as well")
+            raise UserError(f"{requirement}: give `temperature` as well")
         return cls(sampling if is_drawn else None, {**overrides, "seed": sampling.seed})
 
     def settled(self, model: str, on_phase: Callable[[str], None]) -> tuple[Sampling, str]:

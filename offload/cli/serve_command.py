@@ -43,8 +43,8 @@ def serve(
     require(all(server.alias or ()), "`alias` must be a name", "''", "leave it out")
     for origin in server.cors or ():
         is_origin = re.fullmatch(r"https?://[a-z0-9.-]+(:\d+)?", origin) is not None
-        rule = "`cors` must be an origin, with no path and no capitals"
-        require(is_origin, rule, f"{origin!r:.80}", "try --cors http://localhost:3000")
+        requirement = "`cors` must be an origin, with no path and no capitals"
+        require(is_origin, requirement, f"{origin!r:.80}", "try --cors http://localhost:3000")
     early_answers = EarlyAnswers(bind(server.host, server.port))
     with Console(output, *model_options.budgets) as console, early_answers as early:
         console.say(f"{early.address} answers 503 until the model is loaded")
@@ -75,13 +75,13 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
     """Return the keys in a file, one a line. Raises `UserError` for none if others can connect."""
     if file is None:
         if not is_loopback(host):
-            rule = f"`host` {host} can be reached by others"
-            raise UserError(f"{rule}: give --api-key-file, or leave --host out")
+            requirement = f"`host` {host} can be reached by others"
+            raise UserError(f"{requirement}: give --api-key-file, or leave --host out")
         return ()
     lines = read_text(file, "the keys").split("\n")
     keys = tuple(line.strip() for line in lines if line.strip())
     # otherwise a comment, or a line of another file, would be a key
     if not keys or not all(re.fullmatch(r"[!-\"$-~][!-~]*", key) for key in keys):
-        rule = "must hold a key of printable ASCII a line, without spaces and comments"
-        raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")
+        requirement = "must hold a key of printable ASCII a line, without spaces and comments"
+        raise UserError(f"{file} {requirement}: try head -c 24 /dev/urandom | base64")
     return keys

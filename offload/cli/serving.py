@@ -49,8 +49,8 @@ def serve_model(
         loading.open(console, first, check=check) as decoder,
     ):
         if decoder.tokenizer is None:
-            rule = "a server needs the model's tokenizer"
-            raise UserError(f"{rule}: put its tokenizer.json beside it")
+            requirement = "a server needs the model's tokenizer"
+            raise UserError(f"{requirement}: put its tokenizer.json beside it")
         console.say(
             f"a request that does not say how to draw gets {sampling_words(settings.sampling)}"
         )

@@ -106,8 +106,8 @@ def chunk_room(ram_bytes: int, coder: Coder) -> int:
     width = TokenWidth.from_vocab_size(vocabulary_size(coder.vocabulary)).num_bytes
     taken_bytes = rss_bytes() + _RESERVE_BYTES
     least_bytes = taken_bytes + sorting_bytes(_LEAST_ROOM * width)
-    rule = f"`ram` must be at least {format_bytes(least_bytes)} here"
-    require(ram_bytes >= least_bytes, rule, format_bytes(ram_bytes), "give more")
+    requirement = f"`ram` must be at least {format_bytes(least_bytes)} here"
+    require(ram_bytes >= least_bytes, requirement, format_bytes(ram_bytes), "give more")
     return min((ram_bytes - taken_bytes) // sorting_bytes(width), MAX_TEXT_BYTES // width - 1)
 
 
@@ -215,8 +215,8 @@ def _sync_folder(folder: Path) -> None:
 def require_new(path: Path) -> None:
     """Raise `UserError` where a new store cannot have this name."""
     if not is_free(path):
-        rule = "a new store must have a name of its own"
-        raise UserError(f"{rule}, {path} exists: take another, or append to it")
+        requirement = "a new store must have a name of its own"
+        raise UserError(f"{requirement}, {path} exists: take another, or append to it")
 
 
 @contextmanager

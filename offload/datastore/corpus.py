@@ -134,8 +134,8 @@ class Corpus:
             try:
                 text = ""
                 if line.strip():
-                    rule = f"must have less than {_MAX_LINE_BYTES >> 20} MiB"
-                    ensure(len(line) < _MAX_LINE_BYTES, rule)
+                    requirement = f"must have less than {_MAX_LINE_BYTES >> 20} MiB"
+                    ensure(len(line) < _MAX_LINE_BYTES, requirement)
                     text = text_of(json.loads(line.decode("utf-8-sig")), render)
                     # half a surrogate pair, which JSON can write, is no character
                     text.encode("utf-8")

@@ -44,8 +44,8 @@ class TokenWidth(NamedTuple):
 
         Raises `UserError` for an impossible `vocab_size`.
         """
-        rule = "`vocab_size` must lie in [1, 2^32)"
-        require(0 < vocab_size < 2**32, rule, vocab_size, "take that of the tokenizer")
+        requirement = "`vocab_size` must lie in [1, 2^32)"
+        require(0 < vocab_size < 2**32, requirement, vocab_size, "take that of the tokenizer")
         num_bytes = 2 if vocab_size < 2**16 else 4
         return cls(num_bytes, np.dtype(f">u{num_bytes}"), 256**num_bytes - 1)
 
@@ -88,8 +88,8 @@ class ReversedText:
         self.width = TokenWidth.from_vocab_size(vocab_size)
         self._vocab_size = vocab_size
         num_bytes = (room + 1) * self.width.num_bytes
-        rule = f"a chunk must have at most {MAX_TEXT_BYTES} bytes"
-        require(num_bytes <= MAX_TEXT_BYTES, rule, num_bytes, "take fewer tokens")
+        requirement = f"a chunk must have at most {MAX_TEXT_BYTES} bytes"
+        require(num_bytes <= MAX_TEXT_BYTES, requirement, num_bytes, "take fewer tokens")
         self._buffer = np.empty(room + 1, self.width.dtype)
         self._buffer[room] = self.width.separator
         self.room = room  # tokens left
@@ -104,8 +104,8 @@ class ReversedText:
         assert len(tokens) < self.room
         wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(wrong):
-            rule = f"tokens must lie in [0, {self._vocab_size})"
-            raise UserError(f"{rule}, got {wrong[0]}: take the tokenizer of this vocabulary")
+            requirement = f"tokens must lie in [0, {self._vocab_size})"
+            raise UserError(f"{requirement}, got {wrong[0]}: take the tokenizer of this vocabulary")
         end = self.room
         self.room -= len(tokens) + 1
         self._buffer[self.room] = self.width.separator

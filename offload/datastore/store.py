@@ -211,8 +211,8 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
     with os_errors_as_user_error(f"cannot read {path}", AGAIN), open_regular(path) as file:
         found_bytes = os.fstat(file.fileno()).st_size
-        rule = f"{path} must have {num_bytes} bytes"
-        require(found_bytes == num_bytes, rule, found_bytes, AGAIN)
+        requirement = f"{path} must have {num_bytes} bytes"
+        require(found_bytes == num_bytes, requirement, found_bytes, AGAIN)
         return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
 
 
@@ -242,8 +242,8 @@ def _check_sum(path: Path, wanted: FileEntry, raw_B: NDArray[np.uint8]) -> Itera
         digest.update(block)
         yield len(block)
     actual = digest.hexdigest()
-    rule = f"{path} must have sha256 {wanted.sha256[:12]}..."
-    require(actual == wanted.sha256, rule, f"{actual[:12]}...", AGAIN)
+    requirement = f"{path} must have sha256 {wanted.sha256[:12]}..."
+    require(actual == wanted.sha256, requirement, f"{actual[:12]}...", AGAIN)
 
 
 def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents: int) -> None:
@@ -256,8 +256,8 @@ def _check_tokens(path: Path, chunk: CorpusChunk, vocab_size: int, num_documents
     is_parted = is_end_B[0] and is_end_B[-1] and not np.any(is_end_B[1:] & is_end_B[:-1])
     num_ends = np.count_nonzero(is_end_B)
     is_right = is_parted and num_ends == num_documents + 1
-    rule = f"{path} must hold {num_documents} documents between separators"
-    require(is_right, rule, num_ends - 1, AGAIN)
+    requirement = f"{path} must hold {num_documents} documents between separators"
+    require(is_right, requirement, num_ends - 1, AGAIN)
 
 
 def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
@@ -269,8 +269,8 @@ def _check_order(path: Path, chunk: CorpusChunk, separator: int) -> None:
     tokens_B = chunk.tokens_B
     position_M = chunk.position_M
     is_inside = position_M.min() > 0 and position_M.max() < len(tokens_B)
-    rule = f"{path}: positions must lie in [1, {len(tokens_B)})"
-    require(is_inside, rule, position_M.min(), AGAIN)
+    requirement = f"{path}: positions must lie in [1, {len(tokens_B)})"
+    require(is_inside, requirement, position_M.min(), AGAIN)
     rank_B = np.full(len(tokens_B) + 1, -1, np.int32)
     rank_B[position_M] = np.arange(len(position_M), dtype=np.int32)
     is_complete = np.array_equal(rank_B[1:-1] >= 0, tokens_B[:-1] != separator)

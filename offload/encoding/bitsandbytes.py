@@ -75,14 +75,14 @@ class Bitsandbytes4:
 
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`."""
-        rule = "weights must be even in number, two to a byte"
-        must(math.prod(shape) % 2 == 0, rule, f"have shape {list(shape)}", ANOTHER)
+        requirement = "weights must be even in number, two to a byte"
+        must(math.prod(shape) % 2 == 0, requirement, f"have shape {list(shape)}", ANOTHER)
         said = _parsed_state(companions[self.state])
         num_blocks = self._num_blocks(shape)
         stated = (said.get("blocksize"), said.get("shape"))
-        rule = f"quant_state must tell of shape {list(shape)} in blocks of {self.block}"
+        requirement = f"quant_state must tell of shape {list(shape)} in blocks of {self.block}"
         has = f"has shape {stated[1]!r:.60} in blocks of {stated[0]!r:.20}"
-        must(stated == (self.block, list(shape)), rule, has)
+        must(stated == (self.block, list(shape)), requirement, has)
         absmax = companions[_ABSMAX]
         if _NESTED[0] in companions:
             absmax = _unnested(absmax, companions, said)
@@ -117,8 +117,8 @@ class Bitsandbytes4:
 
 def _parsed_state(state: "Tensor") -> Mapping[str, Any]:
     num_bytes = state.numel()
-    rule = f"quant_state must have at most {_MOST_JSON_BYTES} bytes"
-    must(num_bytes <= _MOST_JSON_BYTES, rule, f"has {num_bytes}")
+    requirement = f"quant_state must have at most {_MOST_JSON_BYTES} bytes"
+    must(num_bytes <= _MOST_JSON_BYTES, requirement, f"has {num_bytes}")
     try:
         said = json.loads(bytes(state.tolist()))
     except (ValueError, RecursionError):
@@ -136,8 +136,8 @@ def _unnested(absmax: "Tensor", companions: Tensors, said: Mapping[str, Any]) ->
     offset = said.get("nested_offset")
     is_size = type(block) is int and block > 0
     if not is_size or not isinstance(offset, float) or not math.isfinite(offset):
-        rule = "quant_state must have a nested_blocksize and a nested_offset"
-        raise ValueError(f"{rule}, has {block!r:.20} and {offset!r:.20}: {AGAIN}")
+        requirement = "quant_state must have a nested_blocksize and a nested_offset"
+        raise ValueError(f"{requirement}, has {block!r:.20} and {offset!r:.20}: {AGAIN}")
     outer, levels = (companions[suffix].float() for suffix in _NESTED)
     num_scales = absmax.numel()
     block = min(block, max(1, num_scales))  # a single number, however large the header says it is
@@ -162,14 +162,14 @@ def _recognise_4_bits(
     # the library may store bytes as numbers of the model's type (`quant_storage`)
     words = stored[".weight"]
     is_known = words.dtype in ("U8", *ENCODINGS)
-    rule = f".weight must be stored as U8, {', '.join(ENCODINGS)}"
-    must(is_known, rule, f"is {words.dtype}", ANOTHER)
+    requirement = f".weight must be stored as U8, {', '.join(ENCODINGS)}"
+    must(is_known, requirement, f"is {words.dtype}", ANOTHER)
     size = 2 * STORED[words.dtype].stored_bytes(words.shape)
     num_blocks = math.prod(stored[_ABSMAX].shape)
     block = next((block for block in _BLOCKS if math.ceil(size / block) == num_blocks), None)
     if block is None:
-        rule = f"{_ABSMAX} must have a scale for each block of {size} weights"
-        raise ValueError(f"{rule}, a power of two of them, has {num_blocks}: {AGAIN}")
+        requirement = f"{_ABSMAX} must have a scale for each block of {size} weights"
+        raise ValueError(f"{requirement}, a power of two of them, has {num_blocks}: {AGAIN}")
     said = settings.get("bnb_4bit_compute_dtype")
     dtype = next((dtype for dtype in PLAIN_OF if dtype == said), "bfloat16")
     coding = Bitsandbytes4(_STATES[state], block, state, dtype)
@@ -186,8 +186,8 @@ class BitsandbytesBytes(ByteIntegers):
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """See `Coding`; code 127 is the row's largest number, which is stored."""
         form = [0] if _FORM not in companions else companions[_FORM].flatten().tolist()
-        rule = f"{_FORM} must be 0 (row-major)"
-        must(form == [0], rule, f"is {form!r:.40}", "store the model again")
+        requirement = f"{_FORM} must be 0 (row-major)"
+        must(form == [0], requirement, f"is {form!r:.40}", "store the model again")
         return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape))}
 
     def expand(

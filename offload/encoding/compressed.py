@@ -154,9 +154,9 @@ def _fit(num_words: int, num_groups: int, settings: Settings, site: Site) -> _Fi
         remedy = "take a checkpoint of 2 to 8 bits"
         raise ValueError(f"num_bits must be one of {_BITS}, got {others.pop()}: {remedy}")
     fits = " and ".join(f"{fit.bits} bits in groups of {fit.group}" for fit in left)
-    rule = f"one of config_groups must fit {num_words} words and {num_groups} scales a row"
+    requirement = f"one of config_groups must fit {num_words} words and {num_groups} scales a row"
     remedy = "give the config.json that belongs to the weights"
-    raise ValueError(f"{rule}, {fits or 'none'} {'fit' if fits else 'does'}: {remedy}")
+    raise ValueError(f"{requirement}, {fits or 'none'} {'fit' if fits else 'does'}: {remedy}")
 
 
 def _readings(bits: int, size: int, num_words: int, num_groups: int) -> Iterator[_Fit]:

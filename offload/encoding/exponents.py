@@ -120,8 +120,8 @@ class Exponents:
         num_chunks = -(-math.prod(shape) // CHUNK)
         top = top_1.tolist()
         is_code = len(count_C) == num_chunks and bool(top) and 0 <= top[0] < 256
-        rule = f"its code must be a top below 256 and {num_chunks} counts"
-        must(is_code, rule, f"got {code[:8].tolist()}", DAMAGED)
+        requirement = f"its code must be a top below 256 and {num_chunks} counts"
+        must(is_code, requirement, f"got {code[:8].tolist()}", DAMAGED)
         start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
         spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
         is_odd = bool(((count_C < 0) | (count_C > CHUNK)).any())
@@ -154,8 +154,8 @@ def _recognise(
     if not any(name in stored for name in names):
         return None
     missing = [name for name in names if name not in stored]
-    rule = f"packed weights have {', '.join(names)}"
-    must(not missing, rule, f"without {', '.join(missing)}", _AGAIN)
+    requirement = f"packed weights have {', '.join(names)}"
+    must(not missing, requirement, f"without {', '.join(missing)}", _AGAIN)
     mantissas, exponents, escapes, code = (stored[name] for name in names)
     num_weights = math.prod(mantissas.shape)
     width = width_of(num_weights, math.prod(exponents.shape))

@@ -149,10 +149,10 @@ def _recognise_float8(
         raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {remedy}")
     scale = stored[suffix]
     shape = list(weight.shape)
-    rule = f"{suffix} must be of type {', '.join(_SCALE_TYPES)}"
-    must(scale.dtype in _SCALE_TYPES, rule, f"is {scale.dtype}", ANOTHER)
-    rule = ".weight must be a matrix or a stack of them"
-    must(len(shape) > 1, rule, f"has shape {shape}", "pack it again")
+    requirement = f"{suffix} must be of type {', '.join(_SCALE_TYPES)}"
+    must(scale.dtype in _SCALE_TYPES, requirement, f"is {scale.dtype}", ANOTHER)
+    requirement = ".weight must be a matrix or a stack of them"
+    must(len(shape) > 1, requirement, f"has shape {shape}", "pack it again")
     coding = Float8(
         weight.dtype,
         _block(weight.shape, scale.shape, settings),
@@ -163,10 +163,10 @@ def _recognise_float8(
     # scales of whole rows may lack dimensions of size one
     is_shaped = coding.block in _NAMES or tuple(scale.shape) == grid
     fits = is_shaped and math.prod(scale.shape) == math.prod(grid)
-    rule = f"{suffix} must have the scales of {coding.name} for weights of {shape}"
+    requirement = f"{suffix} must have the scales of {coding.name} for weights of {shape}"
     is_joined = math.prod(scale.shape) in (2, 3) and len(scale.shape) < 3
     remedy = "take a checkpoint in which matrices with scales of their own are stored apart"
-    must(fits, rule, f"has shape {list(scale.shape)}", remedy if is_joined else AGAIN)
+    must(fits, requirement, f"has shape {list(scale.shape)}", remedy if is_joined else AGAIN)
     return RecognisedWeight(coding, weight.shape, (".weight",), (suffix,))
 
 
@@ -184,8 +184,8 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Settings)
     block = settings.get("weight_block_size") or next(filter(None, said), _USUAL_BLOCK)
     sizes = block if isinstance(block, list | tuple) else ()
     is_block = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
-    rule = "weight_block_size must be two numbers above 0"
-    must(is_block, rule, f"got {block!r:.80}", "mend config.json")
+    requirement = "weight_block_size must be two numbers above 0"
+    must(is_block, requirement, f"got {block!r:.80}", "mend config.json")
     rows, columns = (n if n < _LARGE else 0 for n in block)
     return rows, columns
 
@@ -242,9 +242,11 @@ def _recognise_mxfp4_stack(
         return None
     require(stored, ("_scales",), "_blocks")
     is_stack = len(words.shape) > 2 and words.shape[-1] == _MXFP4_GROUP // 2
-    rule = f"_blocks must be stacks of rows of {_MXFP4_GROUP // 2} bytes, with _scales of type U8"
+    requirement = (
+        f"_blocks must be stacks of rows of {_MXFP4_GROUP // 2} bytes, with _scales of type U8"
+    )
     is_known = is_stack and stored["_scales"].dtype == "U8"
-    must(is_known, rule, f"has shape {list(words.shape)}")
+    must(is_known, requirement, f"has shape {list(words.shape)}")
     require_shape("_scales", stored["_scales"].shape, words.shape[:-1])
     shape = (*words.shape[:-2], words.shape[-2] * _MXFP4_GROUP)
     return RecognisedWeight(Mxfp4(is_transposed=True), shape, ("_blocks",), ("_scales",))
@@ -262,8 +264,8 @@ def _recognise_mxfp4(
     if words is None or scale is None or (words.dtype, scale.dtype) != ("U8", "U8"):
         return None
     has_rows = len(words.shape) == 2 and words.shape[1] % (_MXFP4_GROUP // 2) == 0
-    rule = f".weight_packed must have rows of groups of {_MXFP4_GROUP // 2} bytes"
-    must(has_rows, rule, f"has shape {list(words.shape)}")
+    requirement = f".weight_packed must have rows of groups of {_MXFP4_GROUP // 2} bytes"
+    must(has_rows, requirement, f"has shape {list(words.shape)}")
     shape = (words.shape[0], words.shape[1] * 2)
     require_shape(".weight_scale", scale.shape, (shape[0], shape[1] // _MXFP4_GROUP))
     coding = Mxfp4(".weight_scale")
@@ -323,8 +325,8 @@ def _recognise_nvfp4(
     words = stored[suffix]
     require(stored, (_NVFP4_WORDS[suffix],), suffix)
     has_rows = len(words.shape) == 2 and words.shape[1] % (_NVFP4_GROUP // 2) == 0
-    rule = f"{suffix} must have rows of {_NVFP4_GROUP // 2} bytes"
-    must(has_rows, rule, f"has {list(words.shape)}", "pack it again")
+    requirement = f"{suffix} must have rows of {_NVFP4_GROUP // 2} bytes"
+    must(has_rows, requirement, f"has {list(words.shape)}", "pack it again")
     shape = (words.shape[0], words.shape[1] * 2)
     require_shape(".weight_scale", scale.shape, (shape[0], shape[1] // _NVFP4_GROUP))
     coding = Nvfp4(is_divided=suffix == ".weight_packed", whole=_NVFP4_WORDS[suffix])

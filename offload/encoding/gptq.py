@@ -130,8 +130,10 @@ class Gptq(_Columns):
             if self.is_ordered:
                 return {**ready, "order": order}
             in_order = (torch.arange(num_columns) // (self.group or num_columns)).int()
-            rule = ".g_idx must be in order where desc_act is false"
-            ensure(torch.equal(order, in_order), f"{rule}: set desc_act to true in config.json")
+            requirement = ".g_idx must be in order where desc_act is false"
+            ensure(
+                torch.equal(order, in_order), f"{requirement}: set desc_act to true in config.json"
+            )
         return ready
 
     def words(self, stored_B: "Tensor", shape: Sequence[int]) -> "Tensor":
@@ -151,11 +153,11 @@ def _recognise_gptq(
     (num_words, num_rows), zeros, scales = shapes
     num_groups = scales[0]
     bits = zeros[1] * 32 / num_rows
-    rule = f"GPTQ weights must have {_BITS} bits"
-    must(bits in _BITS, rule, f"have {bits:g}", "take a checkpoint of these")
+    requirement = f"GPTQ weights must have {_BITS} bits"
+    must(bits in _BITS, requirement, f"have {bits:g}", "take a checkpoint of these")
     require_shape(".qzeros", zeros, (num_groups, num_rows * int(bits) // 32))
-    rule = f"a column of {num_words} words must have whole codes"
-    must(num_words * 32 % bits == 0, rule, f"by .qzeros they have {bits:g} bits")
+    requirement = f"a column of {num_words} words must have whole codes"
+    must(num_words * 32 % bits == 0, requirement, f"by .qzeros they have {bits:g} bits")
     num_columns = num_words * 32 // int(bits)
     is_ordered = ".g_idx" in stored and num_groups > 1 and bool(settings.get("desc_act"))
     group = group_size(num_columns, num_groups, settings.get("group_size"))
@@ -178,11 +180,11 @@ def gptq_version(settings: Settings) -> int:
     versions = set[int]()
     for key, version in given.items():
         is_known = isinstance(version, str) and version in _VERSIONS
-        rule = f"{key} of GPTQ must be one of {', '.join(_VERSIONS)}"
-        must(is_known, rule, f"got {version!r:.40}", "take a checkpoint of these")
+        requirement = f"{key} of GPTQ must be one of {', '.join(_VERSIONS)}"
+        must(is_known, requirement, f"got {version!r:.40}", "take a checkpoint of these")
         versions.add(_VERSIONS[version])
-    rule = f"{' and '.join(VERSION_KEYS)} must name one version of GPTQ"
-    must(len(versions) < 2, rule, f"got {' and '.join(map(str, given.values()))}", ANOTHER)
+    requirement = f"{' and '.join(VERSION_KEYS)} must name one version of GPTQ"
+    must(len(versions) < 2, requirement, f"got {' and '.join(map(str, given.values()))}", ANOTHER)
     return min(versions, default=1)
 
 

@@ -110,8 +110,8 @@ def spread(stored: "Tensor", grid: tuple[int, int]) -> "Tensor":
 def float_type(stored: Headers, suffix: str) -> str:
     """Return the header's type of scales. Raises `ValueError` unless it is floating-point."""
     dtype = stored[suffix].dtype
-    rule = f"{suffix} must be of type {', '.join(ENCODINGS)}"
-    must(dtype in ENCODINGS, rule, f"is {dtype}", ANOTHER)
+    requirement = f"{suffix} must be of type {', '.join(ENCODINGS)}"
+    must(dtype in ENCODINGS, requirement, f"is {dtype}", ANOTHER)
     return dtype
 
 
@@ -128,8 +128,8 @@ def require_integers(stored: Headers, suffixes: Sequence[str]) -> None:
     for suffix in suffixes:
         known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
         dtype = stored[suffix].dtype if suffix in stored else "I32"
-        rule = f"{suffix} must be of type {' or '.join(known)}"
-        must(dtype in known, rule, f"is {dtype}", ANOTHER)
+        requirement = f"{suffix} must be of type {' or '.join(known)}"
+        must(dtype in known, requirement, f"is {dtype}", ANOTHER)
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:
@@ -142,8 +142,8 @@ def group_size(num_columns: int, num_groups: int, said: object) -> int:
     if type(said) is int and said > 0 and math.ceil(num_columns / said) == num_groups:
         return said
     if num_groups <= 0 or num_columns % num_groups:
-        rule = f"group_size must divide {num_columns} columns into {num_groups} groups"
-        must(False, rule, f"is {said!r:.20}", "mend config.json")
+        requirement = f"group_size must divide {num_columns} columns into {num_groups} groups"
+        must(False, requirement, f"is {said!r:.20}", "mend config.json")
     return num_columns // num_groups
 
 

@@ -71,24 +71,24 @@ def _recognise(
     if words is None or words.dtype != "U32":
         return None
     require(stored, (_SCALES,), _WORDS)
-    rule = "weights of MLX must have no scale per tensor"
-    must(_WHOLE not in stored, rule, f"have a {_WHOLE}", "convert without --global-scale")
+    requirement = "weights of MLX must have no scale per tensor"
+    must(_WHOLE not in stored, requirement, f"have a {_WHOLE}", "convert without --global-scale")
     scales = stored[_SCALES]
     *rows, num_words = words.shape
-    rule = f"{_WORDS} and {_SCALES} must be rows, or stacks of them"
+    requirement = f"{_WORDS} and {_SCALES} must be rows, or stacks of them"
     is_matrix = len(words.shape) in (2, 3) and 0 not in words.shape
-    must(is_matrix, rule, f"have shapes {list(words.shape)} and {list(scales.shape)}")
+    must(is_matrix, requirement, f"have shapes {list(words.shape)} and {list(scales.shape)}")
     num_groups = scales.shape[-1] if scales.shape else 0
     require_shape(_SCALES, scales.shape, (*rows, num_groups))
-    rule = f"the {num_words} words of a row must be of as many groups as have {_SCALES}"
-    must(num_groups > 0 and num_words % num_groups == 0, rule, f"has {num_groups}")
+    requirement = f"the {num_words} words of a row must be of as many groups as have {_SCALES}"
+    must(num_groups > 0 and num_words % num_groups == 0, requirement, f"has {num_groups}")
     if scales.dtype == "U8":
         return _recognise_floats(words.shape, num_groups)
     require(stored, (_BIASES,), _WORDS)
     require_shape(_BIASES, stored[_BIASES].shape, scales.shape)
     kind = float_type(stored, _SCALES)
-    rule = f"{_BIASES} must be of type {kind} as {_SCALES} are"
-    must(stored[_BIASES].dtype == kind, rule, f"is {stored[_BIASES].dtype}")
+    requirement = f"{_BIASES} must be of type {kind} as {_SCALES} are"
+    must(stored[_BIASES].dtype == kind, requirement, f"is {stored[_BIASES].dtype}")
     bits = _bits(num_words, num_groups, settings, site)
     num_columns = num_words * _WORD_BITS // bits
     coding = MlxIntegers(bits, num_columns // num_groups, kind)
@@ -99,9 +99,11 @@ def _recognise_floats(shape: Sequence[int], num_groups: int) -> RecognisedWeight
     *rows, num_words = shape
     coding = _FLOATS.get(num_words // num_groups)
     if coding is None:
-        rule = f"a group must have {', '.join(map(str, _FLOATS))} words where {_SCALES} are U8"
-        must(False, rule, f"has {num_words // num_groups}", ANOTHER)
-        raise AssertionError(rule)
+        requirement = (
+            f"a group must have {', '.join(map(str, _FLOATS))} words where {_SCALES} are U8"
+        )
+        must(False, requirement, f"has {num_words // num_groups}", ANOTHER)
+        raise AssertionError(requirement)
     bits = 8 if isinstance(coding, Float8) else 4
     columns = num_words * _WORD_BITS // bits
     return RecognisedWeight(coding, (*rows, columns), (_WORDS,), (_SCALES,))
@@ -120,8 +122,8 @@ def _bits(num_words: int, num_groups: int, settings: Settings, site: Site) -> in
     ]
     candidates = (*by_columns, *by_config, *(fitting if len(fitting) == 1 else ()))
     has = f"has {' or '.join(map(str, fitting)) or 'none'}"
-    rule = f"{num_words} words and {num_groups} scales a row must tell bits and group_size"
-    must(bool(candidates), rule, has, "give the config.json that belongs to the weights")
+    requirement = f"{num_words} words and {num_groups} scales a row must tell bits and group_size"
+    must(bool(candidates), requirement, has, "give the config.json that belongs to the weights")
     return int(candidates[0])
 
 

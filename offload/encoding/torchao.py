@@ -46,13 +46,13 @@ def _recognise(stored: Headers, _settings: Settings, _: Site = NOWHERE) -> Recog
         return None
     require(stored, (_SCALE,), _WORDS)
     is_known = words.dtype in ("I8", *_FLOATS)
-    rule = f"{_WORDS} must be of type I8, {', '.join(_FLOATS)}"
-    must(is_known, rule, f"is {words.dtype}", "quantise the model to int8, fp8 or intx")
+    requirement = f"{_WORDS} must be of type I8, {', '.join(_FLOATS)}"
+    must(is_known, requirement, f"is {words.dtype}", "quantise the model to int8, fp8 or intx")
     shape = matrix_shape(stored, _WORDS)
     num_rows, num_groups = matrix_shape(stored, _SCALE)
     must(num_rows == shape[0], f"{_SCALE} must have {shape[0]} rows", f"has {num_rows}")
-    rule = f"{_SCALE} must have groups that divide {shape[1]} columns"
-    must(shape[1] % num_groups == 0, rule, f"has {num_groups}")
+    requirement = f"{_SCALE} must have groups that divide {shape[1]} columns"
+    must(shape[1] % num_groups == 0, requirement, f"has {num_groups}")
     group = group_size(shape[1], num_groups, None)
     scales = float_type(stored, _SCALE)
     if words.dtype in _FLOATS:

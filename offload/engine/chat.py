@@ -59,8 +59,13 @@ class Chat:
     ) -> None:
         self._decoder = decoder
         self.sampling = Sampling() if sampling is None else sampling
-        rule = "`system` must be text"
-        require(system is None or isinstance(system, str), rule, f"{system!r:.80}", "leave it out")
+        requirement = "`system` must be text"
+        require(
+            system is None or isinstance(system, str),
+            requirement,
+            f"{system!r:.80}",
+            "leave it out",
+        )
         num_new = 0 if max_new_tokens is None else max_new_tokens
         Request(sampling=self.sampling, max_new_tokens=num_new, stop=stop, think=think).check()
         self.max_new_tokens = max_new_tokens

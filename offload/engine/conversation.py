@@ -65,12 +65,12 @@ PLAIN = TemplateOptions()
 
 def check_variables(variables: Any, name: str) -> None:
     """Raise `UserError` unless this maps names, none of them the renderer's, to values."""
-    rule = f"`{name}` must be an object of a template's variables"
-    require(isinstance(variables, Mapping), rule, f"{variables!r:.80}", "leave it out")
+    requirement = f"`{name}` must be an object of a template's variables"
+    require(isinstance(variables, Mapping), requirement, f"{variables!r:.80}", "leave it out")
     for key in variables:
         is_free = isinstance(key, str) and key.isidentifier() and key not in _RESERVED
-        rule = f"`{name}` must have names of the template's own variables"
-        require(is_free, rule, f"{key!r:.80}", "leave it out")
+        requirement = f"`{name}` must have names of the template's own variables"
+        require(is_free, requirement, f"{key!r:.80}", "leave it out")
 
 
 def encode_prompt(
@@ -84,8 +84,8 @@ def encode_prompt(
     if not prompt:
         raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
-        rule = "`think` is told to a chat template, and the prompt is put into none"
-        require(options.think is None, rule, options.think, "leave it out")
+        requirement = "`think` is told to a chat template, and the prompt is put into none"
+        require(options.think is None, requirement, options.think, "leave it out")
         with refusing(*TOKENIZER_FAILED):
             return list(tokenizer(prompt, verbose=False)["input_ids"])
     question = [{"role": "user", "content": prompt}]
@@ -199,9 +199,11 @@ def thinking_variables(tokenizer: Tokenizer, think: bool | None) -> dict[str, An
     if think is None:
         return {}
     switch = words_of(tokenizer).thinking
-    rule = "`think` needs a chat template with a switch for thoughts, and the model's has none"
+    requirement = (
+        "`think` needs a chat template with a switch for thoughts, and the model's has none"
+    )
     if switch is None:
-        raise UserError(f"{rule}, got {think}: leave it out")
+        raise UserError(f"{requirement}, got {think}: leave it out")
     name, on, off = switch
     return {name: on if think else off}
 
@@ -302,9 +304,9 @@ def _in_template(
         text = _rendered(tokenizer, messages, variables)
     missing = [call["function"]["name"] for call in calls if call["function"]["name"] not in text]
     if missing:
-        rule = "the model's chat template does not tell the model of calls"
+        requirement = "the model's chat template does not tell the model of calls"
         remedy = "leave `tool_calls` of earlier answers out, or take a template that knows them"
-        raise UserError(f"{rule}, got one of {missing[0]:.80}: {remedy}")
+        raise UserError(f"{requirement}, got one of {missing[0]:.80}: {remedy}")
     with refusing(*TOKENIZER_FAILED):
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -249,12 +249,14 @@ class Decoder(TokenDecoder):
 
     def require_scores(self, num_rows: int) -> None:
         """Raise `UserError` if texts of this many rows cannot be scored."""
-        rule = "a text must fit, but for its last token, into the context"
-        rule = f"{rule} of {self.plan.context} tokens"
-        require(num_rows <= self.plan.context, rule, num_rows, "raise `context`")
+        requirement = "a text must fit, but for its last token, into the context"
+        requirement = f"{requirement} of {self.plan.context} tokens"
+        require(num_rows <= self.plan.context, requirement, num_rows, "raise `context`")
         turn = self.plan.turning_point or num_rows
-        rule = f"texts are scored up to the {turn} tokens at which longrope changes its factors"
-        require(num_rows <= turn, rule, num_rows, "cut it")
+        requirement = (
+            f"texts are scored up to the {turn} tokens at which longrope changes its factors"
+        )
+        require(num_rows <= turn, requirement, num_rows, "cut it")
         require(
             not self._start_ids,
             "models with an encoder score no texts",

@@ -97,8 +97,8 @@ def load(given: LoadArguments) -> Decoder:
     """
     device = given.device
     is_device = isinstance(device, str) or hasattr(device, "torch_device")
-    rule = "`device` must be auto, cpu, cuda, cuda:N or an open one"
-    require(is_device, rule, repr(device), 'try `device="auto"`')
+    requirement = "`device` must be auto, cpu, cuda, cuda:N or an open one"
+    require(is_device, requirement, repr(device), 'try `device="auto"`')
     if given.request is not None:
         require_request(given.request)
     for name in ("open_source", "on_bytes", "on_layer"):

@@ -100,9 +100,12 @@ class Request:
         if isinstance(self.stop, Collection) and not isinstance(self.stop, str):
             with suppress(TypeError):  # something that only looks like one
                 stops = tuple(self.stop)
-        rule = "`stop` must be text"
+        requirement = "`stop` must be text"
         require(
-            all(isinstance(stop, str) for stop in stops), rule, f"{self.stop!r:.80}", "give a str"
+            all(isinstance(stop, str) for stop in stops),
+            requirement,
+            f"{self.stop!r:.80}",
+            "give a str",
         )
         return stops
 
@@ -132,8 +135,10 @@ class Request:
 
     def check(self) -> None:
         """Raise `UserError` for settings that no model could meet."""
-        rule = "`sampling` must be a Sampling"
-        require(isinstance(self.sampling, Sampling), rule, f"{self.sampling!r:.80}", "give one")
+        requirement = "`sampling` must be a Sampling"
+        require(
+            isinstance(self.sampling, Sampling), requirement, f"{self.sampling!r:.80}", "give one"
+        )
         is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
         require(
             is_grammar, "a request's grammar must be a Grammar", f"{self.grammar!r:.80}", "give one"
@@ -177,8 +182,8 @@ class Request:
                 "generate"
             )
         most = max(dict(self.sampling.logit_bias), default=0)
-        rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
-        require(most < vocab_size, rule, most, "use this model's tokenizer")
+        requirement = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
+        require(most < vocab_size, requirement, most, "use this model's tokenizer")
         options = TemplateOptions(
             self.tools, self.template_variables, self.continues_message, self.think
         )
@@ -257,8 +262,8 @@ def several_of(prompt: Any) -> Sequence[Prompt] | None:
 def require_request(request: object) -> None:
     """Raise `UserError` for anything but a `Request`."""
     is_one = isinstance(request, Request)
-    rule = "a request must be a Request"
-    require(is_one, rule, f"{request!r:.80}", "make one of `offload.Request`")
+    requirement = "a request must be a Request"
+    require(is_one, requirement, f"{request!r:.80}", "make one of `offload.Request`")
 
 
 def with_start(ids: Sequence[int], start_ids: tuple[int, ...]) -> list[int]:
@@ -291,8 +296,8 @@ def _check_source(
 
 def gap_prompt(tokenizer: Tokenizer | None, request: Request) -> str:
     """Return the prompt for the text between a prompt and its suffix. Raises `UserError`."""
-    rule = "`suffix` goes with a prompt of text alone"
-    require(isinstance(request.prompt, str) and request.raw, rule, "another", "give text")
+    requirement = "`suffix` goes with a prompt of text alone"
+    require(isinstance(request.prompt, str) and request.raw, requirement, "another", "give text")
     form = None if tokenizer is None else infill_form(tokenizer.get_vocab())
     if form is None:
         raise UserError("this model has no tokens that stand around a gap: leave `suffix` out")
@@ -382,8 +387,8 @@ def _message(message: Any) -> dict[str, Any]:
     )
     others = {*map(str, kinds)} - _TEXTS.keys()
     others |= _UNREAD & {*message} if isinstance(message, Mapping) else set()
-    rule = "messages must be text: images and sound are not read"
-    require(not others, rule, f"{', '.join(sorted(others)):.80}", "leave it out")
+    requirement = "messages must be text: images and sound are not read"
+    require(not others, requirement, f"{', '.join(sorted(others)):.80}", "leave it out")
     if isinstance(content, list):
         texts = [_text_of(part) for part in content]
         known = [text for text in texts if text is not None]
@@ -412,5 +417,5 @@ def _check_calls(message: Mapping[str, Any]) -> None:
         isinstance(function, Mapping) and isinstance(function.get("name"), str)
         for function in functions
     )
-    rule = "each of `tool_calls` must have a function with a name"
-    require(is_sound, rule, f"{calls!r:.80}", "mend it")
+    requirement = "each of `tool_calls` must have a function with a name"
+    require(is_sound, requirement, f"{calls!r:.80}", "mend it")

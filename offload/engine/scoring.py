@@ -80,8 +80,10 @@ class Scorer:
         texts: Sequence[ScoreRequest],
     ) -> None:
         for text in texts:
-            rule = "a text is scored behind its first token"
-            require(0 < text.first <= len(text.tokens), rule, text.first, "give it a beginning")
+            requirement = "a text is scored behind its first token"
+            require(
+                0 < text.first <= len(text.tokens), requirement, text.first, "give it a beginning"
+            )
         self.tokens = list[int]()  # tokens of a text in its cache that others may continue: none
         self.num_passes = 0  # passes over the weights so far
         self._target = target

@@ -39,8 +39,8 @@ class Engine:
 
     def __init__(self, decoder: Decoder, *, max_waiting: int = 64) -> None:
         self._max_waiting = whole_number(max_waiting, "`max_waiting`")
-        rule = "`max_waiting` must be 1 or more"
-        require(self._max_waiting >= 1, rule, max_waiting, "one that waits is begun at once")
+        requirement = "`max_waiting` must be 1 or more"
+        require(self._max_waiting >= 1, requirement, max_waiting, "one that waits is begun at once")
         self.decoder = decoder
         self._scheduler = Scheduler(decoder)
         self._changed = self._scheduler.changed

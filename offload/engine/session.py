@@ -162,8 +162,8 @@ def require_sessions(start_ids: tuple[int, ...], parallel: int = 1, kv_dtype: st
     """Raise `UserError` if no text can be saved, as behind an encoder."""
     requirement = "`session` keeps the keys and values of the model's own type"
     require(kv_dtype == "auto", requirement, f"`kv_dtype` {kv_dtype}", "leave one of them out")
-    rule = "`session` keeps the one text that is written, `parallel` must be 1"
-    require(parallel == 1, rule, parallel, "leave it out")
+    requirement = "`session` keeps the one text that is written, `parallel` must be 1"
+    require(parallel == 1, requirement, parallel, "leave it out")
     if start_ids:
         raise UserError(
             "`session` keeps a text that goes on, a model with an encoder writes anew: leave it out"

@@ -117,7 +117,7 @@ def require_one_vocabulary(
     """
     name = _draft_of(files).name
     foreign = tuple[int, ...]()
-    rule = "the draft must share the target's vocabulary"
+    requirement = "the draft must share the target's vocabulary"
     remedy = "choose a smaller model of the target's family"
     if target.ids is not None and draft.ids is not None:
         is_exact = not any(
@@ -134,10 +134,10 @@ def require_one_vocabulary(
             difference = (
                 f"{len(foreign)} tokens differ, the first has the id {first}: {', '.join(kinds)}"
             )
-            raise UserError(f"{rule}, {difference}: {remedy}")
+            raise UserError(f"{requirement}, {difference}: {remedy}")
     elif target.vocab_size != draft.vocab_size:
         raise UserError(
-            f"{rule}, {name} has {draft.vocab_size} entries "
+            f"{requirement}, {name} has {draft.vocab_size} entries "
             f"of its own against {target.vocab_size}: {remedy}"
         )
     if target.start_ids != draft.start_ids:

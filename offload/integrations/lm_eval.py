@@ -84,8 +84,8 @@ class OffloadLM(TemplateLM):
             pretrained = _load(pretrained, device, batch_size, load_args)
         self.decoder = pretrained
         if self.decoder.tokenizer is None or self.decoder.target.start_ids:
-            rule = "lm-eval takes models with a tokenizer and without an encoder"
-            raise UserError(f"{rule}: name another one")
+            requirement = "lm-eval takes models with a tokenizer and without an encoder"
+            raise UserError(f"{requirement}: name another one")
         self.tokenizer = self.decoder.tokenizer
         self._add_bos = add_bos_token
         self._seed = seed
@@ -166,9 +166,9 @@ class OffloadLM(TemplateLM):
         """Return as much of a text as has room, its last token no input, and where scores begin."""
         _, context, scored = request
         num_scored = len(scored)
-        rule = f"what is scored must have between 1 and {self.max_length} tokens"
+        requirement = f"what is scored must have between 1 and {self.max_length} tokens"
         remedy = "raise `context`, or leave the task out"
-        require(0 < num_scored <= self.max_length, rule, num_scored, remedy)
+        require(0 < num_scored <= self.max_length, requirement, num_scored, remedy)
         ids = (context + scored)[-(self.max_length + 1) :]
         return ids, len(ids) - len(scored)
 
@@ -234,15 +234,15 @@ class OffloadLM(TemplateLM):
         num_new = left.pop("max_gen_toks")
         is_drawn = left.pop("do_sample")
         for name, value in left.items():
-            rule = f"generation_kwargs must be of {', '.join(sorted(_SETTINGS))}"
-            require(name in _SETTINGS, rule, f"{name}={value!r}", "leave it out")
+            requirement = f"generation_kwargs must be of {', '.join(sorted(_SETTINGS))}"
+            require(name in _SETTINGS, requirement, f"{name}={value!r}", "leave it out")
         drawing = {_SETTINGS[name].name: value for name, value in left.items()}
         if not is_drawn:
             drawing["temperature"] = 0.0
         sampling = Sampling(**drawing, seed=self._seed).later(repetition)
         num_kept = self.max_length - num_new
-        rule = f"max_gen_toks must be less than the context of {self.max_length}"
-        require(num_kept > 0, rule, num_new, "raise `context`, or lower it by --gen_kwargs")
+        requirement = f"max_gen_toks must be less than the context of {self.max_length}"
+        require(num_kept > 0, requirement, num_new, "raise `context`, or lower it by --gen_kwargs")
         ids = self.tok_encode(context)[-num_kept:] or [self.prefix_token_id]
         is_end = self.eot_token_id in self.decoder.end_ids
         stops = [stop for stop in until if stop and not (is_end and stop == eos)]
@@ -257,9 +257,9 @@ def _load(
     model: str, device: str | None, batch_size: int | str, load_args: dict[str, Any]
 ) -> Decoder:
     known = signature(load).parameters
-    rule = f"model_args must be of {', '.join(known)}"
+    requirement = f"model_args must be of {', '.join(known)}"
     for name, value in load_args.items():
-        require(name in known, rule, f"{name}={value!r}", "leave it out")
+        require(name in known, requirement, f"{name}={value!r}", "leave it out")
     given: dict[str, Any] = {} if device in (None, _ANY_DEVICE) else {"device": device}
     if "parallel" in known and str(batch_size).isdecimal():
         given["parallel"] = int(batch_size)

@@ -395,16 +395,16 @@ def least_budget(plan: Callable[[int], object]) -> int:
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
     kind = str(target.config.get("model_type"))
-    rule = "`experts` demand needs a mixture whose experts can be read one by one"
+    requirement = "`experts` demand needs a mixture whose experts can be read one by one"
     is_possible = shape.experts is not None or experts != "demand"
-    require(is_possible, rule, f"model type {kind}", 'try `experts="layers"`')
+    require(is_possible, requirement, f"model type {kind}", 'try `experts="layers"`')
 
 
 def _check_encoders(target: Checkpoint, draft: Checkpoint | None, budget: MemoryBudget) -> None:
     """Raise `UserError` for options or drafts that a model with an encoder does not support."""
-    rule = "models with an encoder write one text at a time, `parallel` must be 1"
+    requirement = "models with an encoder write one text at a time, `parallel` must be 1"
     is_one = budget.parallel == 1 or not has_encoder(target.config)
-    require(is_one, rule, budget.parallel, "leave it out")
+    require(is_one, requirement, budget.parallel, "leave it out")
     if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
         kinds = [str(checkpoint.config.get("model_type")) for checkpoint in (target, draft)]
         mismatch = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"

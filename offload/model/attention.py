@@ -53,8 +53,8 @@ def windows_of(config: Any, num_layers: int) -> list[Window]:
 def _num_keys(config: Any, name: str) -> int | None:
     size = getattr(config, name, None) or None
     if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
-        rule = f"{name} in config.json must be a whole number or null"
-        raise UserError(f"{rule}, got {size!r:.80}: fix it")
+        requirement = f"{name} in config.json must be a whole number or null"
+        raise UserError(f"{requirement}, got {size!r:.80}: fix it")
     return size
 
 

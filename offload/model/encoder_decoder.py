@@ -84,9 +84,11 @@ class EncoderDecoderModel(TreeModel):
     def __init__(self, checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
         super().__init__(checkpoint, *args, **kwargs)
         self.start_ids = start_ids_of(checkpoint)
-        rule = f"{checkpoint.name}: decoder_start_token_id must be less than {self.vocab_size}"
+        requirement = (
+            f"{checkpoint.name}: decoder_start_token_id must be less than {self.vocab_size}"
+        )
         start = self.start_ids[0]
-        require(start < self.vocab_size, rule, start, "mend generation_config.json")
+        require(start < self.vocab_size, requirement, start, "mend generation_config.json")
         self._distance_TS = torch.empty(0, 0)
         self._num_scored = 0
         first: Any = self._layers[0]
@@ -109,11 +111,11 @@ class EncoderDecoderModel(TreeModel):
         """Run the encoder over the tokens before the first start, unless `cache` has read them."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
         start = self.start_ids[0]
-        rule = f"a text must have the start of its decoder, {start}"
-        require(start in tokens, rule, tokens[-8:], "add it")
+        requirement = f"a text must have the start of its decoder, {start}"
+        require(start in tokens, requirement, tokens[-8:], "add it")
         source = list(tokens[: tokens.index(start)])
-        rule = "a prompt must have a token before the decoder's start"
-        require(bool(source), rule, tokens[:8], "give one")
+        requirement = "a prompt must have a token before the decoder's start"
+        require(bool(source), requirement, tokens[:8], "give one")
         if source == cache.source:
             return
         cache.clear()

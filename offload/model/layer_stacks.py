@@ -50,8 +50,8 @@ def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: S
     for name, reason in INSEPARABLE.items():
         if getattr(config, name, None):
             kind = f"{checkpoint.name}: model type {config.model_type}"
-            rule = f"cannot be divided by layers ({reason})"
-            raise UserError(f"{kind} {rule}: let one rank have all of it")
+            requirement = f"cannot be divided by layers ({reason})"
+            raise UserError(f"{kind} {requirement}: let one rank have all of it")
     kept = slice(section.first, section.last)
     layers = decoder.layers[kept]
     kinds = getattr(config, "layer_types", None)

@@ -139,8 +139,8 @@ def _parts(
     """Return the tensors that make up a parameter. Raises `UserError` for contradictions."""
     for _, name, entry in sources:
         if entry.coded is None and entry.dtype not in ENCODINGS:
-            rule = f"{where}: weights must be bf16, fp16, fp32 or quantised"
-            raise UserError(f"{rule}, {name} is {entry.dtype}: {_UNKNOWN}")
+            requirement = f"{where}: weights must be bf16, fp16, fp32 or quantised"
+            raise UserError(f"{requirement}, {name} is {entry.dtype}: {_UNKNOWN}")
     pattern = sources[0][0]
     is_converted = {of_converter is not None for of_converter, _, _ in sources}
     if len(is_converted) > 1 or (pattern is None and len(sources) > 1):

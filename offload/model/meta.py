@@ -338,8 +338,8 @@ def _refuse_kinds(checkpoint: Checkpoint, kinds: set[str]) -> None:
 
 def too_old(checkpoint: Checkpoint, reason: str, other_way: str = "") -> UserError:
     """Return the error that `what` needs a newer transformers, and the option that avoids it."""
-    rule = f"{checkpoint.name}: transformers {transformers.__version__} is too old for"
+    requirement = f"{checkpoint.name}: transformers {transformers.__version__} is too old for"
     kind = f"model type {checkpoint.config.get('model_type')}"
     return UserError(
-        f"{rule} {kind} ({reason}): pip install -U transformers, to 5.23 or newer{other_way}"
+        f"{requirement} {kind} ({reason}): pip install -U transformers, to 5.23 or newer{other_way}"
     )

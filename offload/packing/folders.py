@@ -53,11 +53,11 @@ def check_pack(
     require_gain(checkpoint)
     if beside is not None:
         obstacle = copy_obstacle(checkpoint)
-        rule = f"{checkpoint.name}: `beside` needs a draft that is a copy of all layers"
-        require(obstacle is None, rule, obstacle, "leave it out")
+        requirement = f"{checkpoint.name}: `beside` needs a draft that is a copy of all layers"
+        require(obstacle is None, requirement, obstacle, "leave it out")
         is_bfloat16 = any(copied_matrix(*named) for named in checkpoint.tensors.items())
-        rule = f"{checkpoint.name}: `beside` needs matrices in bfloat16"
-        require(is_bfloat16, rule, "none", "leave it out")
+        requirement = f"{checkpoint.name}: `beside` needs matrices in bfloat16"
+        require(is_bfloat16, requirement, "none", "leave it out")
     require_apart(checkpoint.directory, destination)
     is_finished(destination, made_from(checkpoint, beside))
     return checkpoint
@@ -139,8 +139,8 @@ def _form_of(made_from: Mapping[str, Any]) -> str:
 def require_apart(source: Path, destination: Path) -> None:
     """Raise `UserError` where a folder would be overwritten by what is made from it."""
     if source.resolve() == destination:
-        rule = "`out` must be another folder than the model's own"
-        raise UserError(f"{rule}, got {destination}: choose another")
+        requirement = "`out` must be another folder than the model's own"
+        raise UserError(f"{requirement}, got {destination}: choose another")
 
 
 @contextmanager

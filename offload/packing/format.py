@@ -91,8 +91,8 @@ def read_packed(path: Path) -> PackedFile:
     notes = header.metadata
     if notes.get("format") != FORMAT or notes.get("version") != VERSION:
         version = f"{notes.get('format', 'nothing')} {notes.get('version', '')}".strip()
-        rule = f"{path}: its header must name {FORMAT} {VERSION}"
-        raise UserError(f"{rule}, it names {version:.80}: pack the model again")
+        requirement = f"{path}: its header must name {FORMAT} {VERSION}"
+        raise UserError(f"{requirement}, it names {version:.80}: pack the model again")
     stored = header.tensors.items()
     words = {name: entry for name, entry in stored if name.endswith(_SUFFIXES)}
     plain = {name: entry for name, entry in stored if name not in words}

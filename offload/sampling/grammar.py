@@ -54,29 +54,29 @@ class Grammar:
     text: str = ""  # the schema, the expression or the rules; empty for any JSON object
 
     def __post_init__(self) -> None:
-        rule = "a grammar must be of a known kind"
-        require(self.kind in KINDS, rule, repr(self.kind), f"one of {', '.join(KINDS)}")
+        requirement = "a grammar must be of a known kind"
+        require(self.kind in KINDS, requirement, repr(self.kind), f"one of {', '.join(KINDS)}")
         text: Any = self.text
         require(isinstance(text, str), f"{self} must be text", f"{text!r:.80}", "give a str")
         if self.kind == "json_object":
             require(not text, f"{self} takes no text", f"{text!r:.80}", "leave it out")
             return
-        rule = f"{self} must not be empty"
-        require(bool(text.strip()), rule, repr(text[:80]), "leave it out for free text")
+        requirement = f"{self} must not be empty"
+        require(bool(text.strip()), requirement, repr(text[:80]), "leave it out for free text")
         try:
             num_bytes = self.num_bytes
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{self} must be Unicode, got half a character at {error.start}: decode it anew"
             ) from None
-        rule = f"{self} must be at most 1 MiB"
-        require(num_bytes <= _MOST_BYTES, rule, f"{num_bytes} bytes", "ask for less")
+        requirement = f"{self} must be at most 1 MiB"
+        require(num_bytes <= _MOST_BYTES, requirement, f"{num_bytes} bytes", "ask for less")
         if self.kind == "json_schema":
             with refusing(f"`json_schema` must be JSON, got {text!r:.80}", "mend it"):
                 schema = json.loads(text)
-            rule = "`json_schema` must be an object"
+            requirement = "`json_schema` must be an object"
             is_schema = isinstance(schema, dict | bool)
-            require(is_schema, rule, f"{text!r:.80}", 'such as {"type": "object"}')
+            require(is_schema, requirement, f"{text!r:.80}", 'such as {"type": "object"}')
 
     @property
     def num_bytes(self) -> int:
@@ -98,8 +98,8 @@ def find_grammar(
     """Return the given grammar, a schema as text or as it is. Raises `UserError` for several."""
     given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     names = [f"`{name}`" for name, value in given.items() if value is not None]
-    rule = "a text keeps one grammar at most"
-    require(len(names) <= 1, rule, " and ".join(names), "leave the others out")
+    requirement = "a text keeps one grammar at most"
+    require(len(names) <= 1, requirement, " and ".join(names), "leave the others out")
     if json_schema is not None:
         text: Any = json_schema
         if not isinstance(text, str):

@@ -210,8 +210,8 @@ class Grammars:
                 and not first.is_error()
             )
         require_sound(error, grammar)
-        rule = f"{grammar} must allow something in this vocabulary"
-        require(is_any, rule, f"{grammar.text!r:.80}", REMEDY)
+        requirement = f"{grammar} must allow something in this vocabulary"
+        require(is_any, requirement, f"{grammar.text!r:.80}", REMEDY)
         return _Compiled(matcher)
 
     def _read_vocabulary(self) -> Any:
@@ -263,6 +263,6 @@ def _with_an_end(backend: Any, end_ids: Set[int]) -> tuple[Any, list[int]]:
     raw = type(raw).from_str(raw.to_str())
     raw.add_special_tokens([_END_NAME])
     end = raw.token_to_id(_END_NAME)
-    rule = "a vocabulary must have no holes"
-    require(backend.id_to_token(end) is None, rule, end, "take the model's own tokenizer")
+    requirement = "a vocabulary must have no holes"
+    require(backend.id_to_token(end) is None, requirement, end, "take the model's own tokenizer")
     return raw, [end]

@@ -154,9 +154,9 @@ async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # a stranger's page can send any other kind without asking first
     if media_type != "application/json":
-        rule = "the body must be JSON, sent with `Content-Type: application/json`"
+        requirement = "the body must be JSON, sent with `Content-Type: application/json`"
         why = "a stranger's page can send any other kind from your browser"
-        raise Refusal(415, f"{rule}: {why} (curl: -H 'Content-Type: application/json')")
+        raise Refusal(415, f"{requirement}: {why} (curl: -H 'Content-Type: application/json')")
     body = parse(kind, await request.body())
     _check_model(body.model, request.app.state.settings)
     return body

@@ -96,8 +96,10 @@ class Guard:
         if host.startswith("[") and "]" in host:
             name = host[: host.index("]") + 1]
         if allowed is not None and name not in allowed:
-            rule = f"this server is not {host:.80}" if host else "a request must name this server"
-            raise Refusal(403, f"{rule}: ask for localhost", code="wrong_host")
+            requirement = (
+                f"this server is not {host:.80}" if host else "a request must name this server"
+            )
+            raise Refusal(403, f"{requirement}: ask for localhost", code="wrong_host")
 
     def _check_site(self, headers: Mapping[str, str], method: str) -> None:
         """Refuse pages of others: none sends JSON without asking, and browsers say whose they are."""
@@ -140,9 +142,9 @@ class Guard:
             late = f"the body has not come within {self._settings.body_s:g} s"
             raise Refusal(408, late) from None
         if len(body) > limit:
-            rule = f"the body is larger than {limit} bytes"
+            requirement = f"the body is larger than {limit} bytes"
             remedy = "shorten it, or start the server with a larger --max-body"
-            raise Refusal(413, f"{rule}: {remedy}", code="body_too_large")
+            raise Refusal(413, f"{requirement}: {remedy}", code="body_too_large")
         return bytes(body)
 
 

@@ -110,8 +110,8 @@ def _answer(client: socket.socket) -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens there, on a free port for 0. Raises `UserError`."""
-    rule = "`port` must lie in [0, 65536)"
-    require(0 <= port < 1 << 16, rule, port, "8080 is usual, 0 takes a free one")
+    requirement = "`port` must lie in [0, 65536)"
+    require(0 <= port < 1 << 16, requirement, port, "8080 is usual, 0 takes a free one")
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = addresses[0]

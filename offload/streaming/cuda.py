@@ -150,8 +150,8 @@ class CudaDevice(Device):
             why = pinned.note
             if buffer.is_pinned:
                 why = "kernels of this GPU cannot read it where the host does"
-            rule = "what a step sends waits behind layers, it needs memory locked by cupy"
-            return f"{rule} ({why}): install cupy"
+            requirement = "what a step sends waits behind layers, it needs memory locked by cupy"
+            return f"{requirement} ({why}): install cupy"
         seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.torch_device)
         mark = partial(self.mark, self.compute)
         self._ring = StagingRing(buffer.array, seen, mark, self.synchronize)

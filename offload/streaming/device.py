@@ -150,8 +150,8 @@ def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> D
     gpu_memory = options.gpu_memory
     if assumed is not None and assumed.hardware is not None:
         if name != "auto":
-            rule = f"`device` {name} is of this machine, `hardware` names another"
-            raise UserError(f"{rule}: give one of them")
+            requirement = f"`device` {name} is of this machine, `hardware` names another"
+            raise UserError(f"{requirement}: give one of them")
         return HOST
     if assumed is not None and is_host(name) and (name == "auto" or gpu_memory is None):
         return HOST

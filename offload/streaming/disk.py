@@ -333,8 +333,8 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
             for fd in buffered:
                 os.close(fd)
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                rule = f"{len(shards)} files of weights must be open at once"
-                raise UserError(f"{rule}, {system_reason(error)}") from None
+                requirement = f"{len(shards)} files of weights must be open at once"
+                raise UserError(f"{requirement}, {system_reason(error)}") from None
             failure = f"{path.name} cannot be opened any more"
             raise ReadError(f"{failure}: {system_reason(error)}") from error
         os.posix_fadvise(buffered[-1], 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -117,9 +117,12 @@ def parse_tree(text: str) -> TreeSpec:
     spec, numbers = _parsed(str(text))
     if spec is None:
         raise UserError(f'`tree` must be {_IN_WORDS}, got {text!r}: try `tree="64x16"`')
-    rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
+    requirement = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
     require(
-        all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), 'try `tree="64x16"`'
+        all(numbers) and spec.num_nodes <= MAX_TREE_NODES,
+        requirement,
+        repr(text),
+        'try `tree="64x16"`',
     )
     return spec
 
@@ -172,10 +175,10 @@ def parse_match_length(text: str) -> MatchLength:
     """Parse `MIN:MAX`. Raises `UserError`."""
     numbers = re.fullmatch(r"(\d{1,3}):(\d{1,3})", str(text), re.ASCII)
     length = MatchLength(*map(int, numbers.groups())) if numbers else MatchLength(0, 0)
-    rule = f"`lookup_length` must be MIN:MAX, two numbers from 1 to {MOST_MATCHED}"
+    requirement = f"`lookup_length` must be MIN:MAX, two numbers from 1 to {MOST_MATCHED}"
     require(
         1 <= length.least <= length.most <= MOST_MATCHED,
-        rule,
+        requirement,
         repr(text),
         "such as `lookup_length` 1:16",
     )

@@ -189,15 +189,18 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
         raise UserError(
             f"an acceptance vector must be a list of numbers, got {p!r}: measure it again"
         ) from error
-    rule = "an acceptance vector needs one entry per rank"
-    require(p_K.ndim == 1 and p_K.size > 0, rule, p, "give one or more")
+    requirement = "an acceptance vector needs one entry per rank"
+    require(p_K.ndim == 1 and p_K.size > 0, requirement, p, "give one or more")
     # written so that NaN is outside, too
     outside_K = p_K[~((p_K >= 0) & (p_K <= 1))]
-    rule = "acceptance entries must lie in [0, 1]"
-    require(not outside_K.size, rule, outside_K.tolist(), "measure them again")
-    rule = "acceptance entries must sum to 1 at most, since one child at most is accepted"
+    requirement = "acceptance entries must lie in [0, 1]"
+    require(not outside_K.size, requirement, outside_K.tolist(), "measure them again")
+    requirement = "acceptance entries must sum to 1 at most, since one child at most is accepted"
     require(
-        float(p_K.sum()) <= 1 + 1e-9, rule, f"{p_K.sum():.6g}", "divide by the sum or measure again"
+        float(p_K.sum()) <= 1 + 1e-9,
+        requirement,
+        f"{p_K.sum():.6g}",
+        "divide by the sum or measure again",
     )
     return p_K
 
@@ -337,8 +340,8 @@ def chain(length: int) -> Topology:
 
 def sequences(count: int, length: int) -> Topology:
     """Return `count` independent sequences of `length` draft tokens below the root (Table 1)."""
-    rule = "sequences need a count and a length of 1 or more"
-    require(min(count, length) >= 1, rule, (count, length), "try 4, 8")
+    requirement = "sequences need a count and a length of 1 or more"
+    require(min(count, length) >= 1, requirement, (count, length), "try 4, 8")
     return Topology.from_parents([-1, *[0] * count, *range(1, count * (length - 1) + 1)])
 
 
@@ -350,7 +353,7 @@ def k_ary(k: int, num_nodes: int) -> Topology:
 
 
 def _check_sizes(num_nodes: int, max_depth: int) -> None:
-    rule = "num_nodes must be 1 or more"
-    require(num_nodes >= 1, rule, num_nodes, "1 is the root alone, no speculation")
-    rule = "max_depth must be 0 or more"
-    require(max_depth >= 0, rule, max_depth, "0 is the root alone, no speculation")
+    requirement = "num_nodes must be 1 or more"
+    require(num_nodes >= 1, requirement, num_nodes, "1 is the root alone, no speculation")
+    requirement = "max_depth must be 0 or more"
+    require(max_depth >= 0, requirement, max_depth, "0 is the root alone, no speculation")

@@ -242,5 +242,5 @@ def num_of(config: Any, *names: str) -> int:
 def require_multiple(many: str, num_many: int, few: str, num_few: int) -> None:
     """Raise `ValueError` if heads cannot be shared evenly among groups."""
     if num_many % num_few:
-        rule = f"{many} in config.json must be a multiple of {few}"
-        raise ValueError(f"{rule}, got {num_many} and {num_few}")
+        requirement = f"{many} in config.json must be a multiple of {few}"
+        raise ValueError(f"{requirement}, got {num_many} and {num_few}")

@@ -239,8 +239,8 @@ class CountBody(Body):
                 return None
             case {"type": "json_schema", "schema": schema}:
                 return schema
-        rule = "it must be of type json_schema, with a 'schema'"
-        raise Refusal.of_value("output_config", rule, field="output_config.format")
+        requirement = "it must be of type json_schema, with a 'schema'"
+        raise Refusal.of_value("output_config", requirement, field="output_config.format")
 
     @property
     def wants_thoughts(self) -> bool | None:

@@ -153,8 +153,8 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
             try:
                 given["logit_bias"] = [(int(token), number) for token, number in biases.items()]
             except ValueError:
-                rule = "its keys must be ids of tokens"
-                raise Refusal.of_value("logit_bias", rule, "give numbers") from None
+                requirement = "its keys must be ids of tokens"
+                raise Refusal.of_value("logit_bias", requirement, "give numbers") from None
         seed = secrets.randbelow(_LARGEST_SEED) if self.seed is None else self.seed & _LARGEST_SEED
         return replace(usual, **{**given, "seed": seed})
 

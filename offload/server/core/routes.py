@@ -78,9 +78,11 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
     num_texts = body.num_choices * body.num_prompts
     # before anything is made of them, for more texts than could ever be served
     if num_texts > engine.most_requests:
-        rule = f"this server takes {engine.most_requests} texts in one request, got {num_texts}"
+        requirement = (
+            f"this server takes {engine.most_requests} texts in one request, got {num_texts}"
+        )
         param = "n" if body.num_choices > 1 else body.prompt_field
-        raise Refusal.of_value(param, rule, "ask for fewer")
+        raise Refusal.of_value(param, requirement, "ask for fewer")
     try:
         checked = prepare(engine, settings, body)
     except NoRoom as error:
@@ -97,8 +99,12 @@ def _require_few_scores(requests: Sequence[Request], field: str) -> None:
     num_tops = [1 + (request.num_prompt_logprobs or 0) for request in wanted]
     num = sum(len(ids) * num_top for ids, num_top in zip(prompts, num_tops, strict=True))
     if num > _MOST_SCORES:
-        rule = f"a request tells at most {_MOST_SCORES} log-probabilities of prompts, got {num}"
-        raise Refusal.of_value(field, rule, "ask for fewer 'logprobs', or in several requests")
+        requirement = (
+            f"a request tells at most {_MOST_SCORES} log-probabilities of prompts, got {num}"
+        )
+        raise Refusal.of_value(
+            field, requirement, "ask for fewer 'logprobs', or in several requests"
+        )
 
 
 def prepare(engine: Engine, settings: ServerSettings, body: Body) -> list[Request]:
@@ -144,10 +150,10 @@ def require_tools(engine: Engine, body: Body) -> None:
         return
     words = words_of(engine.decoder.tokenizer)
     if not words.knows_tools:
-        rule = "the model's chat template does not tell the model of tools"
+        requirement = "the model's chat template does not tell the model of tools"
     elif words.calls is None and not words.is_harmony:
-        rule = "the model's chat template writes calls in no form that is known here"
+        requirement = "the model's chat template writes calls in no form that is known here"
     else:
         return
     remedy = "leave it out, or force a call by 'tool_choice', which a grammar keeps"
-    raise Refusal(400, f"'tools' cannot be used: {rule}: {remedy}", param="tools")
+    raise Refusal(400, f"'tools' cannot be used: {requirement}: {remedy}", param="tools")

@@ -75,8 +75,8 @@ def choose_tools(
     names = [function.name for function in functions]
     for name in allowed or ():
         if name not in names:
-            rule = f"it allows {name:.80}, which is no function of 'tools'"
-            raise Refusal.of_value("tool_choice", rule)
+            requirement = f"it allows {name:.80}, which is no function of 'tools'"
+            raise Refusal.of_value("tool_choice", requirement)
     wished = frozenset(names if allowed is None else allowed)
     if not wished and (is_forced or allowed is not None):
         raise no_choice(functions)
@@ -94,9 +94,9 @@ def force_tool(functions: Sequence[Function], name: str) -> Toolbox:
 
 def no_choice(functions: Sequence[Function]) -> Refusal:
     """Return the refusal of a choice that is none."""
-    rule = "it must be 'auto', 'none', 'required', 'allowed_tools' or a function of 'tools'"
-    rule += "" if functions else ", and there are no 'tools'"
-    return Refusal.of_value("tool_choice", rule)
+    requirement = "it must be 'auto', 'none', 'required', 'allowed_tools' or a function of 'tools'"
+    requirement += "" if functions else ", and there are no 'tools'"
+    return Refusal.of_value("tool_choice", requirement)
 
 
 def _schema_of_calls(functions: Offered, is_parallel: bool) -> dict[str, Any]:
@@ -111,12 +111,12 @@ def _schema_of_calls(functions: Offered, is_parallel: bool) -> dict[str, Any]:
         for place in ("$defs", "definitions"):
             named = parameters.pop(place, None) or {}
             if not isinstance(named, dict):
-                rule = f"'{place}' of the function {function:.80} must be an object"
-                raise Refusal.of_value("tools", rule)
+                requirement = f"'{place}' of the function {function:.80} must be an object"
+                raise Refusal.of_value("tools", requirement)
             for name, definition in named.items():
                 if shared.setdefault(place, {}).setdefault(name, definition) != definition:
-                    rule = f"'{place}' of two functions differ in {name:.80}"
-                    raise Refusal.of_value("tools", rule, "rename one")
+                    requirement = f"'{place}' of two functions differ in {name:.80}"
+                    raise Refusal.of_value("tools", requirement, "rename one")
         fields = {"name": {"const": function}, "arguments": parameters}
         call = {"type": "object", "properties": fields, "required": ["name", "arguments"]}
         calls.append(call | {"additionalProperties": False})

@@ -139,8 +139,8 @@ class ChatBody(ChoicesBody):
             message = "'add_generation_prompt' must be false with 'continue_final_message', or true"
             raise Refusal(400, f"{message}: leave it out", param="add_generation_prompt")
         if continues and conversation[-1]["role"] != "assistant":
-            rule = "the last of 'messages' must be the assistant's to go on with"
-            raise Refusal.of_value("continue_final_message", rule, "leave it out")
+            requirement = "the last of 'messages' must be the assistant's to go on with"
+            raise Refusal.of_value("continue_final_message", requirement, "leave it out")
         toolbox = self.toolbox()
         return [
             self._request(
@@ -244,8 +244,8 @@ def grammar_of(wished: Mapping[str, Any] | None, field: str) -> Grammar | None:
             "schema": schema,
         }:
             return find_grammar(json_schema=schema)
-    rule = "it must be text, json_object, or json_schema with a 'schema'"
-    raise Refusal.of_value(field, rule)
+    requirement = "it must be text, json_object, or json_schema with a 'schema'"
+    raise Refusal.of_value(field, requirement)
 
 
 class CompletionBody(ChoicesBody):
@@ -272,8 +272,8 @@ class CompletionBody(ChoicesBody):
     def requests(self, usual: Sampling) -> list[Request]:
         """Return a request for each prompt. Raises `Refusal` and `UserError`."""
         if self.suffix is not None and self.echo:
-            rule = "what is written fills the gap before it, and 'echo' gives the prompt"
-            raise Refusal.of_value("suffix", rule, "leave one of them out")
+            requirement = "what is written fills the gap before it, and 'echo' gives the prompt"
+            raise Refusal.of_value("suffix", requirement, "leave one of them out")
         if self.best_of not in (None, self.num_choices):
             message = "'best_of' must be equal to 'n' on this server: leave it out"
             raise Refusal(400, message, param="best_of")
@@ -295,8 +295,8 @@ def _message(index: int, message: dict[str, Any]) -> tuple[dict[str, Any], list[
     where = f"messages[{index}]"
     known = Role.__args__  # type: ignore[attr-defined]
     if message.get("role") not in known:
-        rule = f"it must be one of {', '.join(known)}"
-        raise Refusal.of_value(where, rule, "mend it", f"{where}.role")
+        requirement = f"it must be one of {', '.join(known)}"
+        raise Refusal.of_value(where, requirement, "mend it", f"{where}.role")
     content = dict(message)
     if content.get("reasoning_content") is None and isinstance(content.get("reasoning"), str):
         content["reasoning_content"] = content.pop("reasoning")
@@ -338,5 +338,7 @@ def _earlier_call(call: Any, where: str) -> dict[str, Any]:
             others.get("arguments"), str | dict | None
         ):
             return dict(call)
-    rule = "each must have a function with a name, and arguments as JSON text or as an object"
-    raise Refusal.of_value(where, rule, "mend it")
+    requirement = (
+        "each must have a function with a name, and arguments as JSON text or as an object"
+    )
+    raise Refusal.of_value(where, requirement, "mend it")
