@@ -74,26 +74,28 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         signal.signal(signal.SIGTERM, before)
         signal.raise_signal(number)
 
-    with _termination_heard_by(hear):
+    with heard_by(hear, signal.SIGTERM):
         yield
 
 
 def terminated_at_once() -> AbstractContextManager[None]:
     """Let SIGTERM end the process within a call that may take minutes: there is nothing to tell yet."""
     is_heard = callable(signal.getsignal(signal.SIGTERM))
-    return _termination_heard_by(signal.SIG_DFL) if is_heard else nullcontext()
+    return heard_by(signal.SIG_DFL, signal.SIGTERM) if is_heard else nullcontext()
 
 
 @contextmanager
-def _termination_heard_by(
+def heard_by(
     handler: Callable[[int, FrameType | None], object] | signal.Handlers,
+    *numbers: int,
 ) -> Iterator[None]:
-    """Set the handler of SIGTERM within the body, if this is the main thread."""
+    """Set the handler of signals within the body, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handler)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, usual in before.items():
+            signal.signal(number, usual)

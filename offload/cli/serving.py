@@ -5,6 +5,8 @@ weight is read. However the server ends, running texts get their grace period, w
 answered, and nothing is left behind.
 """
 
+import signal
+from contextlib import ExitStack
 from threading import Event, Timer
 
 from offload.cli.console import Console
@@ -13,11 +15,14 @@ from offload.cli.sampling import sampling_words
 from offload.engine.request import Request
 from offload.engine.service import ASK_LATER, Closing, Engine
 from offload.errors import UserError
+from offload.interrupts import heard_by
 from offload.server.app import create_app
 from offload.server.http_server import HttpServer
 from offload.server.listening import EarlyAnswers
 from offload.server.settings import ServerSettings
 from offload.units import plural
+
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve_model(
@@ -45,6 +50,7 @@ def serve_model(
             raise Closing(ASK_LATER)
 
     with (
+        ExitStack() as ending,
         HttpServer(app, early.hand_over(), console.say) as server,
         loading.open(console, first, check=check) as decoder,
     ):
@@ -57,7 +63,7 @@ def serve_model(
         with Engine(decoder, max_waiting=num_waiting) as engine:
             app.state.engine = engine
             console.say(serving_lines(settings.model_id, server.address))
-            _wait(server, engine, console, grace_s, brake)
+            _wait(server, engine, console, grace_s, brake, ending)
 
 
 def serving_lines(name: str, address: str) -> str:
@@ -66,13 +72,23 @@ def serving_lines(name: str, address: str) -> str:
 
 
 def _wait(
-    server: HttpServer, engine: Engine, console: Console, grace_s: float, brake: Event
+    server: HttpServer,
+    engine: Engine,
+    console: Console,
+    grace_s: float,
+    brake: Event,
+    ending: ExitStack,
 ) -> None:
-    """Wait for a signal to end the server; a pass beyond the grace period ends at its next layer."""
+    """Wait for a signal to end the server; a pass beyond the grace period ends at its next layer.
+
+    So does it at a second signal, which raises nothing any more: whatever it broke off might hold a
+    lock that the end waits for. `ending` lasts as long as the server.
+    """
     try:
         server.wait()
     # SIGINT, SIGTERM and SIGHUP are how a server is ended, and no failure
     except (KeyboardInterrupt, SystemExit):
+        ending.enter_context(heard_by(lambda *_: brake.set(), *_ENDS))
         figures = engine.figures()
         if figures.num_active:
             texts = plural(figures.num_active, "text")
@@ -81,8 +97,5 @@ def _wait(
         clock.start()
         try:
             engine.close(grace_s)
-        # a second signal: the user will not wait for a pass
-        except (KeyboardInterrupt, SystemExit):
-            brake.set()
         finally:
             clock.cancel()

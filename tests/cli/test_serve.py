@@ -190,6 +190,15 @@ def test_without_grace_a_pass_ends_at_its_next_layer(looper: Path) -> None:
         assert time.monotonic() - begun < 30, "and not when 200 tokens are written"
 
 
+@pytest.mark.full
+def test_two_signals_at_once_end_it(looper: Path) -> None:
+    """As a supervisor sends them that signals a group and its leader."""
+    with served(looper) as (running, _):
+        for _ in range(2):
+            running.send_signal(signal.SIGTERM)
+        assert running.wait(PATIENCE_S) in (0, 128 + signal.SIGTERM)
+
+
 def until_metric(address: str, name: str, value: float) -> None:
     begun = time.monotonic()
     while True:
