@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from offload.checkpoint.files import cache_folder
 from offload.cli.console import Console
-from offload.cli.run_lines import detail_lines, opening_lines
+from offload.cli.run_lines import detail_lines, draft_name, opening_lines
 from offload.engine.hooks import Progress
 from offload.options import ModelChoice, ModelOptions, TalkingModels
 from offload.units import format_bytes
@@ -93,7 +93,6 @@ class Loading:
         """
         from offload.engine.load import open_decoder
         from offload.planning.budget import ram_warning
-        from offload.planning.quantised_drafts import copy_and_scout
 
         def on_layer() -> None:
             console.layer_done()
@@ -106,9 +105,7 @@ class Loading:
         with open_decoder(self.options, request, read=self.read, hooks=hooks) as decoder:
             console.clear()
             choice = decoder.tree_choice(request.sampling) if tells_tree else None
-            named = self.options.draft
-            parts = () if named is None else filter(None, copy_and_scout(named))
-            draft = "+".join(Path(part).absolute().name for part in parts) or None
+            draft = draft_name(self.options.draft)
             layout = {"is_decimal": console.is_decimal}
             console.say(opening_lines(self.model_name, draft, decoder, choice, **layout))
             console.detail(detail_lines(decoder, choice if draft else None))

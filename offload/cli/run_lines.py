@@ -1,8 +1,10 @@
 """Lines about a run: what runs, where and how fast to expect it; then its speed and memory."""
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offload.calibration.trial import ComparisonOutcome, used
@@ -16,6 +18,14 @@ if TYPE_CHECKING:  # `offload --help` must not wait for what they import
     from offload.planning.cost_model import Prediction
 
 _CHOICES_SHOWN = 2
+
+
+def draft_name(draft: str | os.PathLike[str] | None) -> str | None:
+    """Return what a draft is called in lines: the last parts of the paths that name it, if any do."""
+    from offload.planning.quantised_drafts import copy_and_scout
+
+    parts = () if draft is None else filter(None, copy_and_scout(draft))
+    return "+".join(Path(part).absolute().name for part in parts) or None
 
 
 def opening_lines(
