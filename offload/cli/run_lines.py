@@ -21,7 +21,7 @@ _CHOICES_SHOWN = 2
 
 
 def draft_name(draft: str | os.PathLike[str] | None) -> str | None:
-    """Return what a draft is called in lines: the last parts of the paths that name it, if any do."""
+    """Return the name of a draft in lines: the last parts of the paths it was named by, if any."""
     from offload.planning.quantised_drafts import copy_and_scout
 
     parts = () if draft is None else filter(None, copy_and_scout(draft))
