@@ -208,17 +208,19 @@ def _expand_tiles(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Run one program per tile, row after row."""
+    """Run one program per tile, row after row; `residual_layout` explains levels and symbols."""
     tile = tl.program_id(0).to(tl.int64)
     tiles_wide = tl.cdiv(num_columns, COLUMNS)
     top = tile // tiles_wide * ROWS
     column = tile % tiles_wide * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
     num_weights = num_rows.to(tl.int64) * num_columns
+    # next symbols of 2 bits and of 4 bits, counted in symbols from the beginning of `stored`
     far_lo = num_weights + tl.load(start + num_tiles)
     near_at = 4 * (num_weights + tl.load(start + tile))
     far_at = 2 * (far_lo + tl.load(start + num_tiles + 1 + tile))
     for row in range(top, tl.minimum(top + ROWS, num_rows)):
+        # the copy: a weight is (code - 8) x step + offset
         block = row // (2 * HALF)
         line = row % (2 * HALF)
         place = (block * num_columns + column) * HALF + line % HALF
@@ -227,27 +229,33 @@ def _expand_tiles(
         of_group = (column // group * num_padded + row) * 2
         step = tl.load(scale + of_group, mask=is_column, other=1).to(tl.float32)
         offset = tl.load(scale + of_group + 1, mask=is_column, other=0).to(tl.float32)
+        # adding 1.5 x 2^23 rounds to a whole number, ties to even
         zero = 8 - ((offset / step + 12582912.0) - 12582912.0).to(tl.int32)
         level = code - zero
+        # the first number with this low byte from the level's lower bound on
         half = tl.where(level > 0, 0.5, -0.5)
         bound = ((level.to(tl.float32) - half) * step).to(tl.int32, bitcast=True) >> 16
         low = tl.load(stored + row * num_columns + column, mask=is_column, other=0).to(tl.int32)
         bits = bound + ((low - bound) & 0xFF)
+        # at level zero a symbol of 2 bits follows, unless the group is empty: its high bytes are 0
         is_empty = step <= EMPTY
         bits = tl.where((level == 0) & is_empty, low, bits)
         is_near = (level == 0) & ~is_empty & is_column
         near = near_at + tl.cumsum(is_near.to(tl.int32), 0) - 1
         near_byte = tl.load(stored + tl.minimum(near >> 2, last), mask=is_near, other=0)
         symbol = (near_byte.to(tl.int32) >> ((near & 3) * 2).to(tl.int32)) & 3
+        # symbol 2: a symbol of 4 bits follows
         is_far = is_near & (symbol == 2)
         far = far_at + tl.cumsum(is_far.to(tl.int32), 0) - 1
         far_byte = tl.load(stored + tl.minimum(far >> 1, last), mask=is_far, other=0)
         other = (far_byte.to(tl.int32) >> ((far & 1) * 4).to(tl.int32)) & 15
         near_at += tl.sum(is_near.to(tl.int32), 0)
         far_at += tl.sum(is_far.to(tl.int32), 0)
+        # the largest number with this low byte in level zero, or one that lies 256 times 1 to 7 below
         largest = (0.5 * step).to(tl.int32, bitcast=True) >> 16
         number = largest - ((largest - low) & 0xFF)
         number -= tl.where(is_far, 256 * (1 + (other & 7)), 0)
+        # a high byte of 0, except for its sign
         has_none = (symbol == 3) | (is_far & ((other & 7) == 7))
         number &= tl.where(has_none, 0xFF, 0x7FFF)
         is_negative = (symbol == 1) | (is_far & (other >= 8))

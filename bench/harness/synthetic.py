@@ -227,22 +227,28 @@ class _Weights:
             self._place_heads(part, self._weights[small_name], weight)
 
     def _place_heads(self, part: str, small: torch.Tensor, weight: np.ndarray) -> None:
+        """Write the small model's heads of one projection into the large one.
+
+        h and k are the small model's hidden size and head width, K is the large head width.
+        """
         h = self._h
         k = self._k
         K = self._shape.head_dim
         ratio = K // k
         per_group = self._shape.heads // self._shape.kv_heads
+        # numbers of a large head with the rotary frequencies of a small one
         turned = np.concatenate([np.arange(k // 2) * ratio, K // 2 + np.arange(k // 2) * ratio])
         per_small_group = self._num_heads // self._groups
-        # a group too narrow for the small one's heads: keys and values twice
+        # if large groups are narrower, each small head gets a group of its own: keys come twice
         is_wide = per_group >= per_small_group
         for index in range(self._num_heads):
-            group, place = divmod(index, per_small_group)
+            group, nth = divmod(index, per_small_group)
             kv = group if is_wide else index
-            head = kv * per_group + (place if is_wide else 0)
+            head = kv * per_group + (nth if is_wide else 0)
             rows = slice(index * k, (index + 1) * k)
             shared = slice(group * k, (group + 1) * k)
             if part == "self_attn.q_proj":
+                # scores are divided by the root of the head width
                 weight[head * K + turned, :h] = _bits(small[rows].float() * math.isqrt(ratio))
             elif part == "self_attn.k_proj":
                 weight[kv * K : (kv + 1) * K] = 0

@@ -67,7 +67,7 @@ class Wish(NamedTuple):
 
 
 def wishes() -> list[Wish]:
-    """Return the table, the same on every call."""
+    """Return the table of texts to ask for, the same on every call."""
     rng = Random("wishes")
     texts = [prompt.text for prompt in prompts(["code"], NUM_WISHES)]
     begins = [text[-_SHARED_CHARS:] for text in texts[:_NUM_SHARED]]

@@ -58,8 +58,8 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
     before = ""
     for name, entry in in_file_order(entries):
         if entry.hi > file_bytes:
-            where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
-            raise damaged_file(path, f"{where}: truncated")
+            fault = f"{name} ends at byte {entry.hi}, the file at {file_bytes}: truncated"
+            raise damaged_file(path, fault)
         if entry.lo < end:
             raise damaged_file(path, f"{name} and {before} overlap")
         end = entry.hi

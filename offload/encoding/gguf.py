@@ -99,10 +99,10 @@ class GgufBlocks(WordsAlone):
         if self.tiles is not None:
             self._expand_tiled(self.tiles, stored_B, out, expansion)
             return
-        # In a matrix reordering moves whole rows, but in a vector single numbers, which cuts
-        # blocks.
-        moves_blocks = out.dim() > 1 or not self.num_heads
-        if self.kind in BLOCKS and moves_blocks and not self.added:
+        # rows of a matrix are whole blocks and can be reordered before expansion; numbers of a
+        # vector cannot
+        keeps_blocks = out.dim() > 1 or not self.num_heads
+        if self.kind in BLOCKS and keeps_blocks and not self.added:
             stored_B = self._in_order(stored_B.view(len(out), -1)) if self.num_heads else stored_B
             self._expand_blocks(stored_B, out, expansion)
             return

@@ -62,22 +62,27 @@ def path_rows(
     """
     sees_TU = ancestor_TU.numpy()
     num_rows, num_uncommitted = sees_TU.shape
-    own_T = np.arange(num_uncommitted - num_rows, num_uncommitted)
+    column_T = num_prefix + np.arange(num_uncommitted - num_rows, num_uncommitted)
     base = (num_prefix + _num_linear(sees_TU)) // BLOCK * BLOCK
-    # uncommitted rows before it are seen by all whose paths go on behind `base`
+    # nodes before `first` lie before `base`: a path that goes on behind `base` has all of them
     first = max(0, base - num_prefix)
+    # all pairs of a row and a node behind `base` on its path, row by row
     row_E, node_E = np.divmod(np.flatnonzero(sees_TU[:, first:]), max(1, num_uncommitted - first))
     count_T = np.bincount(row_E, minlength=num_rows)
-    length_T = np.where(count_T > 0, num_prefix + first + count_T, own_T + num_prefix + 1)
+    # a path without such nodes ends before `base`, where all columns are in order
+    length_T = np.where(count_T > 0, num_prefix + first + count_T, column_T + 1)
     num_columns = -(-max(0, int(length_T.max()) - base) // BLOCK) * BLOCK
     walk_TL = np.empty((num_rows, HEADER + num_columns), np.int32)
     walk_TL[:, 0] = length_T
     walk_TL[:, 1] = base
-    column_TL = walk_TL[:, HEADER:]
-    column_TL[:] = (own_T + num_prefix)[:, None]  # any that holds numbers
-    column_TL[:, : max(0, num_prefix - base)] = np.arange(base, max(base, num_prefix))
-    nth_E = np.arange(len(row_E)) - (count_T.cumsum() - count_T)[row_E] + max(0, num_prefix - base)
-    column_TL[row_E, nth_E] = node_E + first + num_prefix
+    walked_TL = walk_TL[:, HEADER:]
+    # padding: the row's own column, whose keys are numbers
+    walked_TL[:] = column_T[:, None]
+    # committed positions behind `base`, then the nodes of each path in order
+    num_committed = max(0, num_prefix - base)
+    walked_TL[:, :num_committed] = base + np.arange(num_committed)
+    nth_E = np.arange(len(row_E)) - (count_T.cumsum() - count_T)[row_E]
+    walked_TL[row_E, num_committed + nth_E] = num_prefix + first + node_E
     return PathRows(send(torch.from_numpy(walk_TL)), None, attend)
 
 

@@ -145,11 +145,11 @@ def require_apart(source: Path, destination: Path) -> None:
 
 @contextmanager
 def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield a locked folder: `destination` when the body succeeds, else kept to go on."""
+    """Yield a locked folder, renamed to `destination` if the body succeeds, else kept for later."""
     folder = destination.with_name(f"{destination.name}.unfinished")
     remedy = "mend that, the same command goes on"
     with os_errors_as_user_error(f"cannot write {folder}", remedy), locked_anew(folder) as lock:
-        # a file under way, of a process that was killed
+        # an unfinished file, of a process that was killed
         for leftover in filter(is_scratch, folder.glob(".*")):
             leftover.unlink()
         if any(folder.iterdir()):
