@@ -98,8 +98,8 @@ def resolve_files(
         options, str(device.torch_device) if device.has_own_memory else None, hardware
     )
     dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=budget.gpu_bytes is None)
-    is_described = assumed is not None and (hardware is not None or assumed.disk_bytes_per_s)
-    if not is_described and (assumed is None or files.target.is_here):
+    # a machine that is described has as much memory as is said
+    if assumed is None or (assumed == Assumptions() and files.target.is_here):
         notes += filter(None, [ram_warning(budget.ram_bytes)])
     carried = carried_kind(files.target)
     if carried is not None and options.draft is None and options.tree != "none":
