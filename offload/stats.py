@@ -1,4 +1,4 @@
-"""What a run has moved, waited for and accepted: counts, bytes and seconds.
+"""Figures of a run: what it moved, waited for and accepted, in counts, bytes and seconds.
 
 Nothing that follows from other figures is stored.
 """
@@ -53,7 +53,7 @@ class RunningMean:
 
 
 class RankFigures(NamedTuple):
-    """What a rank has moved and held since it loaded; an interval has the difference of two."""
+    """Bytes moved and held by a rank since it loaded; two of them give an interval by difference."""
 
     ram_bytes: int  # the budget
     own_bytes: int  # what Python and its libraries took before loading
@@ -66,17 +66,17 @@ class RankFigures(NamedTuple):
     row_bytes: int  # sent in exchanges for every row, by the formula
     # by type of order; `broadcast` and `gather` are exchanges
     bytes_sent: dict[str, int]
-    exchange_s: float  # including the wait for slower ranks
+    exchange_s: float  # including waits for slower ranks
 
 
 class Transfers(NamedTuple):
-    """What passes have moved and waited for."""
+    """What passes moved and waited for."""
 
     num_bytes: int = 0
-    stall_s: float = 0.0  # compute waited for the link
-    expert_hits: int = 0  # routed experts that were there when a pass asked for them
+    stall_s: float = 0.0  # seconds that compute waited for the link
+    expert_hits: int = 0  # requested experts that were in the pool
     expert_misses: int = 0
-    reading_s: float = 0.0  # the disk was read, where the disk is the link; else 0
+    reading_s: float = 0.0  # seconds of disk reading if the disk is the link; else 0
 
     def since(self, before: "Transfers") -> "Transfers":
         """Return the difference from an earlier moment."""
@@ -101,7 +101,7 @@ class Stats:
     draft_s: float = 0.0
     sweep_s: float = 0.0
     verify_s: float = 0.0
-    stall_s: float = 0.0  # of sweep_s: compute waited for the link
+    stall_s: float = 0.0  # part of sweep_s in which compute waited for the link
     bytes_streamed: int = 0
     expert_hits: int = 0  # see `Transfers`
     expert_misses: int = 0
@@ -131,7 +131,7 @@ class Stats:
         )
 
     def begin_decoding(self, num_first_tokens: int, ttft_s: float) -> None:
-        """End the prompt's sweep: what it took counts as time to the first token only."""
+        """End the prompt's sweep: its time only counts as time to the first token."""
         self.num_first_tokens = num_first_tokens
         self.ttft_s = ttft_s
         self.num_sweeps = self.bytes_streamed = self.expert_hits = self.expert_misses = 0

@@ -1,4 +1,4 @@
-"""How a text's own past changes its logits before anything is drawn: penalties and biases.
+"""Penalties and biases: changes of logits by a text's own past, before anything is drawn.
 
 A row of a tree has a past of its own: the committed tokens, then those of its path. Draft and
 target adjust their logits by the same past, so guesses stay as good as they were, and any rule is
@@ -21,18 +21,18 @@ Send = Callable[[Tensor], Tensor]
 
 
 def stay(tensor: Tensor) -> Tensor:
-    """Return the tensor: how it is sent to logits that are on the host."""
+    """Return the tensor unchanged, for logits on the host."""
     return tensor
 
 
 class Adjustment(Protocol):
-    """One way of changing logits, and what it remembers of one text."""
+    """A change of logits, and what it remembers of one text."""
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Start a text with these tokens, and forget the one before."""
+        """Start a text with these tokens; the one before is forgotten."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Note that the text goes on with these tokens."""
+        """Note that the text continues with these tokens."""
 
     def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send) -> Tensor:
         """Return adjusted logits, float32; the given ones are never changed.
@@ -45,7 +45,7 @@ class Adjustment(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow, and no token says so: the text ends here."""
+        """Whether the text ends here: nothing may follow, and no token says so."""
 
 
 class Penalties:
@@ -68,7 +68,7 @@ class Penalties:
         self.begin(())
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Count the prompt's tokens as said, but not as new."""
+        """Count the prompt's tokens as seen, but not as new."""
         self._num_new = Counter[int](
             dict.fromkeys(prompt_ids, 0) if self._sampling.repeat_penalty != 1 else {}
         )
@@ -77,7 +77,7 @@ class Penalties:
         self._num_C = torch.empty(0, dtype=torch.long)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Count each token as new once more."""
+        """Count each token as seen and new."""
         self._num_new.update(tokens)
         self._said_C = None
 
@@ -100,7 +100,7 @@ class Penalties:
         return scores_TV
 
     def _on_paths(self, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, the tokens of their paths, once each, and how often each is new by then."""
+        """Return rows, the distinct tokens of their paths, and how often each is new by then."""
         counts = [
             (row, token, self._num_new[token] + num)
             for row, path in enumerate(paths)
@@ -110,7 +110,7 @@ class Penalties:
         return row_R, token_R, num_R
 
     def _penalised(self, scores: Tensor, lost_C: Tensor) -> Tensor:
-        """Return the scores (..., C) of tokens that were said, less `lost_C` for being new text."""
+        """Return the scores (..., C) of seen tokens, less `lost_C` for being new text."""
         sampling = self._sampling
         return (
             torch.where(

@@ -1,4 +1,4 @@
-"""What a text must keep, as callers describe it: JSON, a JSON schema, a regular expression or Lark.
+"""Grammars that a text must match: JSON, a JSON schema, a regular expression or Lark rules.
 
 A description is checked as far as it can be without a vocabulary: llguidance compiles it in a
 process of its own, with limits, since callers are not trusted. Nothing here needs torch, so that
@@ -38,17 +38,18 @@ REMEDY = "mend it, or ask for less"
 # Seconds of a processor that a compilation may take; most take milliseconds. Wall time would refuse
 # a good grammar where the machine is busy.
 _CPU_S = 10
-_WAIT_S = 120.0  # wall time: the process may be stopped from outside
-_MOST_AT_ONCE = 2  # processes, each of which may take half a gigabyte; a server has many threads
-_TIMES_QUOTED = 8  # what is wrong is told with all of the source, more than once
-# Between two parts of JSON: one space at most. A model that has little to say would else write blanks
-# until its last token, and every one of them costs its share of a pass.
+_WAIT_S = 120.0  # wall time in seconds: the process may be stopped from outside
+# most processes at a time, each of up to half a gigabyte; a server has many threads
+_MOST_AT_ONCE = 2
+_TIMES_QUOTED = 8  # messages about faults repeat the source, more than once
+# Between two parts of JSON: at most one space. Otherwise a model with little to say would write
+# blanks up to its last token, and each costs its share of a pass.
 _BLANKS = "[ ]"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text may be. Raises `UserError` for a description that is none."""
+    """What a text may be. Raises `UserError` for an impossible description."""
 
     kind: str  # one of `KINDS`
     text: str = ""  # the schema, the expression or the rules; empty for any JSON object
@@ -95,7 +96,7 @@ def find_grammar(
     regex: str | None = None,
     grammar: str | None = None,
 ) -> Grammar | None:
-    """Return the given grammar, a schema as text or as it is. Raises `UserError` for several."""
+    """Return the given grammar; a schema may be text or an object. Raises `UserError` for several."""
     given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     names = [f"`{name}`" for name, value in given.items() if value is not None]
     requirement = "a text keeps one grammar at most"
@@ -116,7 +117,7 @@ _compiling = threading.Semaphore(_MOST_AT_ONCE)
 
 @lru_cache(maxsize=16)
 def tried_source(grammar: Grammar) -> str:
-    """Return a grammar as llguidance takes it, once it was compiled elsewhere. Raises `UserError`."""
+    """Return a grammar in llguidance's form, once another process compiled it. Raises `UserError`."""
     require_compiler()
     with refusing(f"{grammar} cannot be compiled, got {grammar.text!r:.80}", REMEDY):
         source = _source(grammar)
@@ -126,7 +127,7 @@ def tried_source(grammar: Grammar) -> str:
 
 
 def require_compiler() -> None:
-    """Raise `UserError` where the package that keeps grammars is missing."""
+    """Raise `UserError` if the package for grammars is not installed."""
     if find_spec("llguidance") is None:
         raise UserError(
             "grammars are kept by the package llguidance, which is missing: "
@@ -165,7 +166,7 @@ def _json_source(schema: str) -> str:
 
 
 def _try_out(source: str, grammar: Grammar) -> None:
-    """Compile in a process of its own. Raises `UserError` for what fails, or takes too long."""
+    """Compile in another process. Raises `UserError` if that fails or takes too long."""
     got = f"got {grammar.text!r:.80}"
     process = GuardedProcess("compile", cpu_s=_CPU_S, wait_s=_WAIT_S)
     try:

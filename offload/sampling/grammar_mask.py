@@ -1,11 +1,11 @@
 """Grammars compiled for one vocabulary by llguidance, and the masks that keep a text within one.
 
-llguidance knows the bytes of every token. A row's mask is what the grammar allows behind the row's
-own path, so a draft guesses what the target may say; tokens that would leave the grammar lose every
-chance. Rows that the target's walk never looks at, or whose token is dropped, stay as they are:
-those behind a token that the grammar forbids, and those behind the end of the text. Where a draft
-knows no token that is allowed, all allowed ones are equally likely: any distribution is exact that
-is settled before the draw.
+llguidance knows the bytes of every token. A row's mask is what the grammar allows after the row's
+own path, so a draft only guesses tokens that the target may emit; all other tokens get no chance.
+Rows that the target's walk never looks at, or whose token is dropped, stay as they are: those
+behind a token that the grammar forbids, and those behind the end of the text. Where a draft knows
+no token that is allowed, all allowed ones are equally likely: any distribution is exact that is
+settled before the draw.
 
 Invariants: a mask depends on the tokens of a path behind the prompt alone, whatever tree it stands
 in and however many of them are committed. The package is imported, and the vocabulary read, when
@@ -34,7 +34,7 @@ from offload.sampling.grammar import REMEDY, Grammar, require_compiler, require_
 # and those that `compiled` was asked for, as long as its answer is held.
 _MOST_KEPT_BYTES = 2 << 20
 _LEAST_BYTES = 32 << 10
-_END_NAME = "<|the end of the text, for grammars|>"  # the end token of a vocabulary that has none
+_END_NAME = "<|the end of the text, for grammars|>"  # end token of a vocabulary without one
 TokenPath = tuple[int, ...]
 Bits = NDArray[np.uint8]  # one for each token, the first in the lowest
 T = TypeVar("T")
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, repr=False)
 class GrammarMask:
-    """One text's place in a grammar.
+    """One text's position in a grammar.
 
     The matcher stands behind the committed tokens, walks down a path and rolls back as far as the
     next path differs. Masks of a step are kept, since the target asks for those of the accepted
@@ -59,7 +59,7 @@ class GrammarMask:
         self.begin(())
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Start again; the prompt is no part of what the grammar speaks of."""
+        """Start again; the prompt is not part of the grammar."""
         self._committed = list[int]()
         self._has_ended = False
         self._masks: dict[TokenPath, Bits | None] = {}
@@ -68,7 +68,7 @@ class GrammarMask:
         self._restart()
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Move behind these tokens. Raises `UserError` where no token of the model may follow."""
+        """Move past these tokens. Raises `UserError` if no token of the model may follow."""
         for token in tokens:
             self._has_ended = self._has_ended or token in self._end_ids
             if not self._has_ended:
@@ -125,7 +125,7 @@ class GrammarMask:
             return bits
 
     def _go_to(self, path: TokenPath) -> bool:
-        """Move the matcher behind a path; if the path leaves the grammar, somewhere on it."""
+        """Move the matcher to the end of a path; if the path leaves the grammar, somewhere on it."""
         num_shared = 0
         while (
             num_shared < min(len(path), len(self._walked))
@@ -139,7 +139,7 @@ class GrammarMask:
         return len(self._walked) == len(path)
 
     def _restart(self) -> None:
-        """Take a new matcher behind the committed tokens: one that has met an error stays in it."""
+        """Use a new matcher after the committed tokens: one that met an error keeps it."""
         self._matcher = self._compiled.matcher.deep_copy()
         self._matcher.consume_tokens(self._committed)
         # tokens that the matcher has consumed beyond the committed ones
@@ -165,11 +165,11 @@ class Grammars:
         self._end_ids = frozenset(end_ids)
         # an `LLTokenizer`
         self._vocabulary: Any = None
-        # the one asked for last comes last
+        # the most recently used is last
         self._kept: dict[Grammar, _Compiled] = {}
         # those that are kept or held elsewhere
         self._known = weakref.WeakValueDictionary[Grammar, _Compiled]()
-        # requests are checked while others are being written
+        # requests are checked while texts are being written
         self._lock = threading.Lock()
 
     def mask(self, grammar: Grammar) -> GrammarMask:

@@ -1,4 +1,4 @@
-"""Scores of a tree's nodes, computed when a walk looks at them."""
+"""Scores of a tree's nodes, computed when a walk reads them."""
 
 from collections.abc import Callable, Iterator
 
@@ -41,7 +41,7 @@ class Logits:
         return (self[node] for node in range(len(self)))
 
     def chunk_with(self, node: int) -> tuple[int, Tensor]:
-        """Return the chunk in which a node lies: its first row, and its logits (C, V)."""
+        """Return the chunk that has a node: its first row, and its logits (C, V)."""
         assert 0 <= node < len(self), f"node {node} of {len(self)}"
         lo = node - node % self._max_rows
         if lo != self._lo:
@@ -55,7 +55,7 @@ class Logits:
         return self if (lo, hi) == (0, len(self)) else _Part(self, lo, hi)
 
     def whole(self) -> Tensor:
-        """Return all rows (N, V), where there is memory for them."""
+        """Return all rows (N, V), if there is memory for them."""
         return torch.stack(list(self))
 
 
@@ -78,7 +78,7 @@ class _Part(Logits):
 
 
 class AdjustedRows(Logits):
-    """Rows adjusted when they are looked at; `adjust` takes the node and its logits (V)."""
+    """Rows that are adjusted when they are read; `adjust` takes the node and its logits (V)."""
 
     def __init__(self, rows: "Rows", adjust: Callable[[int, Tensor], Tensor]) -> None:
         self._num_rows = len(rows)
@@ -87,7 +87,7 @@ class AdjustedRows(Logits):
         self._adjust = adjust
 
     def chunk_with(self, node: int) -> tuple[int, Tensor]:
-        """Return the row alone: others may never be looked at."""
+        """Return the row alone: others may never be read."""
         return node, self._adjust(node, self._rows[node])[None]
 
 

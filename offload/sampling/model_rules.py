@@ -1,4 +1,4 @@
-"""What a model's generation_config.json does to scores, as transformers' `generate` heeds it.
+"""Changes of scores by a model's generation_config.json, as in transformers' `generate`.
 
 transformers' own processors say which tokens may not follow a text, or are made likelier: that is
 added to scores. They see the whole text of a row, so a row of a tree has what is right for its own
@@ -54,7 +54,7 @@ MakeProcessor = Callable[["TextSize"], LogitsProcessor]
 
 
 class TextSize(NamedTuple):
-    """What rules ask of a text: tokens of its prompt, and how many may follow at most."""
+    """The sizes of a text that rules depend on: prompt tokens, and the most that may follow."""
 
     num_prompt: int
     max_new_tokens: int
@@ -79,7 +79,7 @@ class ModelRules:
     def adjustments(
         self, num_prompt: int, max_new_tokens: int
     ) -> tuple[list[Adjustment], list[Adjustment]]:
-        """Return the rules for the scores of one text before penalties, and behind them."""
+        """Return the rules for one text's scores, before and after penalties."""
         size = TextSize(num_prompt, max_new_tokens)
         return self._added("sequence_bias", size), self._later(size)
 
@@ -100,7 +100,7 @@ class ModelRules:
 
     @property
     def unheeded(self) -> list[str]:
-        """Names of settings that change transformers' texts, and none here."""
+        """Names of settings that change transformers' texts, but none here."""
         passed_over = dict(_UNHEEDED)
         if self._settings.get("do_sample") is True:
             passed_over |= _UNHEEDED_DRAWING
@@ -111,7 +111,7 @@ class ModelRules:
 
     @property
     def note(self) -> str:
-        """A line for the user about what is not heeded; empty where nothing is."""
+        """A line for the user on ignored settings; empty if there are none."""
         if not self.unheeded:
             return ""
         names = ", ".join(self.unheeded)
@@ -175,7 +175,7 @@ class ModelRules:
 
 
 class AddedScores:
-    """What one of transformers' processors adds to scores.
+    """The scores that one of transformers' processors adds.
 
     Args:
         num_seen: the last tokens that it looks at, or None where it goes by their number.
@@ -222,7 +222,7 @@ class AddedScores:
         return logits_TV if scores_TV is None else scores_TV
 
     def _seen(self, path: Sequence[int]) -> tuple[int, ...]:
-        """Return the last tokens of a path, and of the text before it, that the processor sees."""
+        """Return the last tokens, of the text and a path, that the processor reads."""
         num = self._num_seen or 0
         return (*self._last, *path)[-num:] if num else ()
 
@@ -263,7 +263,7 @@ class NoRepeatedNgrams:
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
-        """Forbid in each row what would be a repetition behind its own text."""
+        """Forbid in each row the tokens that would repeat a sequence of its own text."""
         forbidden = [
             (row, token) for row, path in enumerate(paths) for token in self._forbidden(path)
         ]
@@ -309,7 +309,7 @@ class DecayingLength:
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
-        """Raise the scores of ends, by how long each row's own text is."""
+        """Raise the scores of end tokens by the length of each row's own text."""
         excess = [self._num_new + len(path) - self._num_before for path in paths]
         if not any(num > 0 for num in excess):
             return logits_TV

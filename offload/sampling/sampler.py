@@ -39,9 +39,9 @@ NOT_NUMBERS = (
     "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
     ': try `dtype="float32"`, or see with `offload verify` what is damaged'
 )
-# stands for a token that was drawn from scores that are not finite
+# stands for a token drawn from scores that are not finite
 NO_TOKEN = -1
-# stands for the text so far, which no warper looks at
+# in place of the text so far, which no warper reads
 _NO_IDS = torch.empty(1, 0, dtype=torch.long)
 # the generator's steps are 2^-53; it may give 0, which has no logarithm
 _LEAST_UNIFORM = 2.0**-54
@@ -54,8 +54,8 @@ class Sampler:
         drafting: how drafters choose children, which the rule of verification decides.
         kernels: how noise and draws are made on a device.
         send: brings small tensors to where scores are; it may be faster than a copy.
-        adjustments: to logits, behind the penalties of `sampling`.
-        earlier: those before the penalties.
+        adjustments: of logits, after the penalties of `sampling`.
+        earlier: adjustments before the penalties.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Sampler:
         self.drafting = drafting
         self._send_by = send
         self._warpers = _warpers(sampling)
-        # whether more than a temperature changes the scores
+        # whether settings other than a temperature change the scores
         self._is_filtered = len(self._warpers) > 1
         self._noise: dict[int, Tensor] = {}
         self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
@@ -89,16 +89,17 @@ class Sampler:
         self.num_accepted = 0
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
-        """Start a text with these tokens, and none of its own."""
+        """Start a text with these prompt tokens."""
         self._prompt_ids = prompt_ids
         self.num_accepted = 0
         for adjustment in self._adjustments:
             adjustment.begin(prompt_ids)
 
     def accept(self, tokens: Sequence[int]) -> int:
-        """Let the text go on with these tokens; return how many count before it is over.
+        """Append accepted tokens; return the number that counts before the text is over.
 
-        Raises `UserError` where not even the first may follow; of a later one the next step tells.
+        Raises `UserError` if not even the first may follow; a later one is reported by the next
+        step.
         """
         if not self.is_adjusted:
             self.num_accepted += len(tokens)
@@ -122,7 +123,7 @@ class Sampler:
         return any(adjustment.is_over for adjustment in self._adjustments)
 
     def cut(self, new_ids: Sequence[int]) -> None:
-        """Cut the text's own tokens down to these."""
+        """Keep only these of the text's own tokens."""
         self.begin(self._prompt_ids)
         self.accept(new_ids)
 
@@ -137,7 +138,7 @@ class Sampler:
 
     @property
     def draws_rows(self) -> bool:
-        """Whether many rows are better drawn at once: not where each takes long by itself."""
+        """Whether many rows are better drawn at once: not if each takes long by itself."""
         return (
             self.kernels.match_rows is not None and not self._is_filtered and not self.is_adjusted
         )
@@ -155,7 +156,7 @@ class Sampler:
         return or_no_token(token_N, logits_NV)
 
     def send(self, tensor: Tensor, scores: Tensor) -> Tensor:
-        """Return a host tensor where scores are; a plain copy would wait for queued layers."""
+        """Return a host tensor on the device of the scores; a copy would wait for queued layers."""
         return tensor.to(scores.device) if self._send_by is None else self._send_by(tensor)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
@@ -199,7 +200,7 @@ class Sampler:
         return bool(self._adjustments)
 
     def adjusted(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return float32 logits adjusted by the text's past, or the given ones where nothing is.
+        """Return float32 logits adjusted by the text's past, or the given ones without adjustments.
 
         `paths` are each row's tokens behind the committed ones, itself included; none for the root.
         """
@@ -208,7 +209,7 @@ class Sampler:
         return logits_TV
 
     def adjusted_rows(self, path: Callable[[int], Sequence[int]], logits: Rows) -> Rows:
-        """Return the adjusted rows of a tree's nodes, each computed when it is looked at.
+        """Return the adjusted rows of a tree's nodes, each computed when it is read.
 
         `path` gives the tokens from below the root down to a node.
         """
@@ -236,7 +237,7 @@ class Sampler:
 
 
 def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
-    """Return tokens drawn from these scores, or `NO_TOKEN`; the host looks at neither."""
+    """Return tokens drawn from these scores, or `NO_TOKEN`, without waiting for the device."""
     return token_T.masked_fill(_lack_numbers(scores_TV), NO_TOKEN)
 
 

@@ -1,3 +1,1 @@
-"""OpenAI's protocol over HTTP in front of an engine, with what only this program can tell beside
-it.
-"""
+"""OpenAI's and Anthropic's protocols over HTTP for an engine, with a few extensions."""

@@ -1,10 +1,10 @@
 """The routes of the server, and what is the same for all of them.
 
-What a path reads and writes is its protocol's, errors included; what is done is the engine's. The
-app is there before its engine, so that `/health` can say that the model is loading: until
-`app.state.engine` is set, all else is refused with 503.
+The protocol decides what a path reads and writes, including errors; the engine does the work. The
+app exists before its engine, so that `/health` can say that the model is loading: until
+`app.state.engine` is set, all other requests are refused with 503.
 
-Invariant: no route waits in the server's own thread for what takes time.
+Invariant: no route blocks the server's own thread.
 """
 
 import time
@@ -40,8 +40,8 @@ _CLIENT_GONE = 499  # nginx's; it is never read
 
 def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
     """Return an ASGI server; without an engine the model loads until `app.state.engine` is set."""
-    # Pages of documentation would load scripts from elsewhere; redirects would name the host that a
-    # client names.
+    # Documentation pages would load scripts from elsewhere; redirects would repeat a host name
+    # chosen by the client.
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.engine = engine
     app.state.settings = settings
@@ -62,7 +62,7 @@ def create_app(engine: Engine | None, settings: ServerSettings) -> FastAPI:
 
 
 def _methods(method: str) -> list[str]:
-    """Return the methods of a route: by HTTP, what answers GET answers HEAD, without a body."""
+    """Return the methods of a route: whatever answers GET also answers HEAD, without a body."""
     return ["GET", "HEAD"] if method == "GET" else [method]
 
 
@@ -141,7 +141,7 @@ def _serving(route: Route) -> Callable[[HttpRequest], Any]:
 
 
 def _names(state: Any) -> TokenNames:
-    """Return the names of tokens, which are made once."""
+    """Return the names of tokens, made once."""
     if not hasattr(state, "names"):
         decoder = state.engine.decoder
         state.names = TokenNames(decoder.tokenizer, decoder.end_ids)
@@ -152,7 +152,7 @@ def _names(state: Any) -> TokenNames:
 async def _read(request: HttpRequest, kind: type[AnyBody]) -> AnyBody:
     _engine(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # a stranger's page can send any other kind without asking first
+    # a foreign page can send any other kind without a preflight request
     if media_type != "application/json":
         requirement = "the body must be JSON, sent with `Content-Type: application/json`"
         why = "a stranger's page can send any other kind from your browser"
@@ -176,7 +176,7 @@ def _check_model(model: str | None, settings: ServerSettings) -> None:
 
 
 def _model_card(request: HttpRequest) -> dict[str, Any]:
-    """Return the model as OpenAI's clients read it, and Anthropic's: each keeps to what it knows."""
+    """Return the model for OpenAI's and Anthropic's clients, which read the fields that they know."""
     state = request.app.state
     name = state.settings.model_id
     card = {"id": name, "object": "model", "created": state.began_s, "owned_by": "offload"}
@@ -190,7 +190,7 @@ def _model_card(request: HttpRequest) -> dict[str, Any]:
 
 
 def _refused(request: HttpRequest, refusal: Refusal) -> Response:
-    """Return a refusal in the form of the protocol that is asked."""
+    """Return a refusal in the form of the path's protocol."""
     content = error_body(request.scope["path"], refusal)
     return JSONResponse(content, refusal.status, refusal.headers)
 

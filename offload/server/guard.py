@@ -1,8 +1,8 @@
-"""Who is let in before any route, and how every answer is marked.
+"""Access checks before any route, and headers of every answer.
 
 `Guard` is plain ASGI, so that a body is counted as it comes, with or without a Content-Length.
-Invariant: nothing behind it sees a request without the key, or more bytes than are allowed; keys
-are compared in constant time and never in an address.
+Invariant: the routes get no request without the key, nor more bytes than allowed; keys are compared
+in constant time and never taken from an address.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _MAY = {
 
 
 class Guard:
-    """Lets through what may pass, to `app`."""
+    """Passes allowed requests to `app`."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class Guard:
         self._digests = [_digest(key) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer what may not pass."""
+        """Answer a request that is refused."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -102,7 +102,9 @@ class Guard:
             raise Refusal(403, f"{requirement}: ask for localhost", code="wrong_host")
 
     def _check_site(self, headers: Mapping[str, str], method: str) -> None:
-        """Refuse pages of others: none sends JSON without asking, and browsers say whose they are."""
+        """Refuse foreign pages: they need a preflight request for JSON, and browsers name their
+        origin.
+        """
         site = headers.get("sec-fetch-site", "none")
         if method not in _LOOKING and site not in ("same-origin", "none"):
             message = "this server takes no requests from pages of others: ask from its own"
@@ -124,7 +126,9 @@ class Guard:
             raise Refusal(401, message, code="invalid_api_key", headers=asked)
 
     async def _body(self, receive: Receive) -> bytes:
-        """Return the body; what is too large is read in part: clients listen when they have sent all."""
+        """Return the body; the start of one too large is read, since clients send before they
+        listen.
+        """
         limit = self._settings.max_body_bytes
         num_read = 0
         body = bytearray()
@@ -149,7 +153,7 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a read body once more; then whatever else the client does."""
+    """Return a `receive` that gives a read body once more, then the client's further messages."""
     left = [body]
 
     async def receiving() -> Message:
@@ -174,5 +178,5 @@ def _marked(send: Send, guest: str | None) -> Send:
 
 
 def _digest(key: str) -> bytes:
-    """Return a digest of the key; its length is fixed, so comparing tells nothing of the key's."""
+    """Return a digest of the key; its fixed length hides the key's in comparisons."""
     return hashlib.sha256(key.encode()).digest()

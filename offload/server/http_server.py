@@ -20,8 +20,8 @@ from offload.errors import one_line
 from offload.server.listening import address_of
 
 _MOST_CONNECTIONS = 512
-_REQUEST_S = 20.0  # within which a new connection must have sent the head of its request
-_READ_S = 30.0  # within which a client must go on reading what it was sent
+_REQUEST_S = 20.0  # seconds in which a new connection must send the head of its request
+_READ_S = 30.0  # seconds in which a client must continue to read
 # Clients forget a resting connection after 5 s (httpx) to 60 s; they must be the first to do so.
 _KEEP_ALIVE_S = 75
 _FAREWELL_S = 5  # for answers that are on their way when the server ends
@@ -34,7 +34,7 @@ class HttpServer:
     Args:
         app: what answers.
         bound: a socket of `bind`, which belongs to this from now on.
-        say: hears of what uvicorn has to say, a line at a time.
+        say: called with uvicorn's messages, line by line.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HttpServer:
         self.bound.close()
 
     def wait(self) -> None:
-        """Wait until a signal comes, or the server fails. Raises what it failed with."""
+        """Wait for a signal, or until the server fails. Raises its error."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -90,7 +90,7 @@ class HttpServer:
 
 
 class _Connection(H11Protocol):
-    """The connection of one client, which ends after too long a silence in either direction."""
+    """A client's connection, which ends after too long a silence in either direction."""
 
     _clock: asyncio.TimerHandle | None = None
 
@@ -138,7 +138,7 @@ class _Connection(H11Protocol):
 
 
 def _hear(say: Callable[[str], None]) -> None:
-    """Say errors of uvicorn as lines of ours; of bad requests their clients are told."""
+    """Say uvicorn's errors as our lines; clients are told about bad requests."""
     handler = logging.Handler(logging.ERROR)
     logger = logging.getLogger("uvicorn.error")
 

@@ -22,7 +22,7 @@ _MOST_BYTES = 64 << 10  # of what it asks
 
 
 class EarlyAnswers:
-    """Tells clients that the model is loading, in a thread of its own, until `hand_over`.
+    """Answers clients that the model is loading, in a thread of its own, until `hand_over`.
 
     Args:
         bound: a socket of `bind`, which belongs to this until it is handed over.
@@ -46,7 +46,7 @@ class EarlyAnswers:
             self._bound.close()
 
     def hand_over(self) -> socket.socket:
-        """Answer no more, and return the socket; who connects meanwhile waits in its queue."""
+        """Stop answering, and return the socket; new connections wait in its queue."""
         bound = self._bound
         assert bound is not None, "it is handed over once"
         self._end()

@@ -1,7 +1,7 @@
-"""An answer as Anthropic's protocol has it: blocks of text, thoughts and calls.
+"""An answer in Anthropic's form: blocks of text, thoughts and calls.
 
-A client does not notice a stream that ends early, so an error under way is an event. Nor does it
-mend a call whose arguments are cut: a block of a call begins when all of it is there.
+Clients do not notice a stream that ends early, so an error is sent as an event. They do not repair
+cut arguments either, so a call's block begins only once the call is complete.
 """
 
 import json
@@ -18,7 +18,7 @@ from offload.server.core.events import Event
 from offload.server.core.refusals import Refusal
 from offload.words.parts import Call, Part, Text, Thought
 
-# Some clients send thoughts back only where they are signed; any signature is taken.
+# Some clients send thoughts back only with a signature; any signature is accepted.
 _SIGNATURE = "offload"
 
 
@@ -42,7 +42,7 @@ class MessageAnswer(BlockAnswer):
         return [_event("message_start", message=message)]
 
     def failed(self, refusal: Refusal) -> list[Event]:
-        """Return the error as an event: a client takes a stream that only ends for a whole one."""
+        """Return the error as an event: clients take a stream that just ends for a complete one."""
         return [Event("error", error_body(refusal))]
 
     def _open(self, part: Part) -> list[Event]:

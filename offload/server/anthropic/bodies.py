@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's messages, and what they ask of an engine.
+"""Bodies of Anthropic's messages, and the engine's requests made of them.
 
 Source: the requests of the clients `anthropic` 2.14 (Python), `@anthropic-ai/sdk` 1.14 and
 `@ai-sdk/anthropic` 3.0.
@@ -28,19 +28,19 @@ _THREAD = "thread_unsupported_request"
 
 
 class _Open(BaseModel):
-    """A part of a message: other servers wrote it, so fields that are not known are no mistakes."""
+    """Part of a message; another server may have written it, so unknown fields are no errors."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def strangers(self, where: str) -> Iterator[str]:
-        """Yield the names of what was passed over."""
+        """Yield the names of ignored fields."""
         for name, value in (self.model_extra or {}).items():
             if value not in (None, "", [], {}) and name.isidentifier():
                 yield f"{where}.{name:.80}"
 
 
 class TextBlock(_Open):
-    """Words."""
+    """Text."""
 
     type: Literal["text"]
     text: str
@@ -58,7 +58,7 @@ Texts = Annotated[
 
 
 class ThinkingBlock(_Open):
-    """What the model has thought."""
+    """Thoughts of the model."""
 
     type: Literal["thinking"]
     thinking: str
@@ -66,7 +66,7 @@ class ThinkingBlock(_Open):
 
 
 class RedactedBlock(_Open):
-    """Thoughts that another server has hidden."""
+    """Thoughts that another server has encrypted."""
 
     type: Literal["redacted_thinking"]
 
@@ -81,7 +81,7 @@ class ToolUseBlock(_Open):
 
 
 class ToolResultBlock(_Open):
-    """What a call has brought."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -96,7 +96,7 @@ Block = Annotated[
 
 
 class Message(_Open):
-    """What one side has said."""
+    """A message of one side."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -104,7 +104,7 @@ class Message(_Open):
     ]
 
     def as_messages(self, where: str) -> Iterator[dict[str, Any]]:
-        """Yield the message as chat templates take it: results of calls are messages of their own.
+        """Yield the message in the form of chat templates: results of calls are separate messages.
 
         Raises `Refusal`.
         """
@@ -198,13 +198,13 @@ class CountBody(Body):
     workspace_id: Ignored = None
 
     def requests(self, usual: Sampling) -> list[Request]:
-        """Return the request of which nothing is to be written, see `Body`."""
+        """Return a request that writes nothing, see `Body`."""
         return [self._request(usual, 0)]
 
     def _request(self, usual: Sampling, num_new: int | None, **fields: Any) -> Request:
         """Return the request for this conversation. Raises `Refusal` and `UserError`."""
         if self.thread is not None:
-            # this code has the client send whole conversations, as any other 400 does not
+            # clients react to this code by sending whole conversations, unlike to other 400s
             details = {"error_code": _THREAD, "unsupported": ["thread"]}
             message = "'thread' is not supported by this server: send the whole conversation"
             raise Refusal(400, message, param="thread", details=details)
@@ -227,7 +227,7 @@ class CountBody(Body):
             template_variables={
                 name: value for name, (_, value) in self.template_variables().items()
             },
-            # the answer that the client has begun is gone on with
+            # the answer that the client has begun is continued
             continues_message=last["role"] == "assistant" and not last.get("tool_calls"),
             **fields,
         )

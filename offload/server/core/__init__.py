@@ -1,1 +1,1 @@
-"""What every protocol shares: bodies, jobs, answers in the making, events, refusals."""
+"""Shared by all protocols: bodies, jobs, growing answers, events, refusals."""

@@ -1,7 +1,7 @@
-"""An answer in the making: what the texts of a request have gained, in the words of a protocol.
+"""Answers while they grow: the gains of a request's texts, in a protocol's form.
 
 `Answer` has what all protocols share, `BlockAnswer` what those do whose answers are lists of
-blocks. `TokenNames` tells of single tokens: a token's text alone may be half a character, its bytes
+blocks. `TokenNames` describes single tokens: a token's text may be half a character, but its bytes
 are exact.
 
 Invariant: the events of a stream, put together, are the answer that is sent whole.
@@ -30,14 +30,15 @@ _END_TOKENS = 16  # of a prompt, which tell whether it begins a thought
 
 
 class TokenNames:
-    """What the tokens of one vocabulary are called."""
+    """The texts and bytes of one vocabulary's tokens."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
         self._tokenizer = tokenizer
         self._pieces = TokenPieces(tokenizer)
-        self.end_ids = end_ids | turn_end_ids(tokenizer)  # that end a text and are no part of it
+        # end tokens, which are no part of the text
+        self.end_ids = end_ids | turn_end_ids(tokenizer)
         self._specials = {*special_tokens(tokenizer).values()}
-        # a tree has hundreds of tokens, and passes have trees
+        # a tree has hundreds of tokens, and names are asked for in every pass
         self.text = lru_cache(maxsize=1 << 14)(self._pieces.text)
 
     def text_of(self, ids: Sequence[int]) -> str:
@@ -99,23 +100,23 @@ class Answer:
         self._model_id = model_id
 
     def opening(self) -> list[Event]:
-        """Return the events before anything was written."""
+        """Return the events before the first text."""
         return []
 
     def events(self, index: int, piece: OutputDelta | None) -> list[Event]:
-        """Return the events for what a text has gained, or for its end."""
+        """Return the events for a text's gain, or for its end."""
         raise NotImplementedError
 
     def closing(self) -> list[Event]:
-        """Return the events behind the end of all texts."""
+        """Return the events after the end of all texts."""
         return []
 
     def failed(self, refusal: Refusal) -> list[Event]:
-        """Return the events that end a stream which cannot go on."""
+        """Return the events that end a stream after an error."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """Return everything at once, when all texts have ended."""
+        """Return the whole answer, once all texts have ended."""
         raise NotImplementedError
 
     def _result(self, index: int) -> Generation:
@@ -133,7 +134,7 @@ class Answer:
 class BlockAnswer(Answer):
     """An answer of one text, as a list of blocks: parts of a kind that follow each other are one.
 
-    What is sent whole is what the events have told.
+    The whole answer is built from the events.
     """
 
     def __init__(self, body: Body, jobs: Sequence[Job], names: TokenNames, model_id: str) -> None:
@@ -193,7 +194,7 @@ class BlockAnswer(Answer):
         raise NotImplementedError
 
     def _end(self, result: Generation) -> list[Event]:
-        """Say why and where the answer has ended."""
+        """Return the reason and the end of the answer."""
         raise NotImplementedError
 
     def _told(self, result: Generation) -> dict[str, Any]:

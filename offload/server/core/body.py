@@ -1,7 +1,7 @@
-"""Bodies of requests, field by field, and what they ask of an engine.
+"""Bodies of requests, field by field, and the engine's requests made of them.
 
-A field that is not known is refused by name. What is known and without meaning here, or without
-harm if it is left out, is accepted, and its name is given back in a header.
+An unknown field is refused by name. A known field that has no meaning here, or can be left out
+without harm, is accepted, and its name is returned in a header.
 """
 
 import json
@@ -61,7 +61,7 @@ _SPELT_OTHERWISE: dict[str, dict[float, float]] = {"top_k": {-1: 0}, "top_p": {0
 
 
 def _fields() -> dict[str, Any]:
-    """Return the options of drawing that a request may have, each a field that may be left out."""
+    """Return the sampling options of a request, each a field that may be left out."""
     fields: dict[str, Any] = {}
     for name, option in options_at("http", Sampling).items():
         low, high = option.http_within or (None, None)
@@ -78,7 +78,7 @@ Drawing = create_model("Drawing", __config__=STRICT, **_fields())
 
 
 class Body(Drawing):  # type: ignore[misc, valid-type]
-    """What a request of any protocol has, and what the core asks of it."""
+    """Fields of a request in any protocol, and the interface for the core."""
 
     prompt_field: ClassVar[str]  # what has no room names it
     tags: ClassVar[Set[str]] = frozenset()  # kinds of parts, which are no fields in a path
@@ -102,7 +102,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that were given and change nothing."""
+        """Names of given fields that change nothing."""
         known = type(self).model_fields
         given = (name for name in self.model_fields_set if known[name].exclude)
         return sorted(name for name in given if getattr(self, name) is not None)
@@ -112,7 +112,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         return {}
 
     def ignored_by(self, source: str) -> list[str]:
-        """Return the ignored fields, with those that a template of this source does not know."""
+        """Return the ignored fields, including those that a template of this source does not use."""
         stated = self.template_variables().items()
         return sorted(
             {*self.ignored, *(field for name, (field, _) in stated if name not in source)}
@@ -120,7 +120,7 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
 
     @property
     def wants_thoughts(self) -> bool | None:
-        """Return True if the model is to think, where its template has a switch; None leaves it."""
+        """Return True if the model is to think, if its template has a switch; None leaves it."""
         return None
 
     def toolbox(self) -> Toolbox:
@@ -128,14 +128,14 @@ class Body(Drawing):  # type: ignore[misc, valid-type]
         return NO_TOOLS
 
     def requests(self, usual: Sampling) -> list[Request]:
-        """Return the requests, one for each prompt; `usual` holds where nothing is said.
+        """Return the requests, one for each prompt; `usual` holds the defaults.
 
         Raises `Refusal` and `UserError`.
         """
         raise NotImplementedError
 
     def _request(self, usual: Sampling, num_new: int | None, **fields: Any) -> Request:
-        """Return a request with what all bodies say; without a limit a text has all the room."""
+        """Return a request with the fields of all bodies; without a limit a text has all the room."""
         return Request(
             sampling=self._sampling(usual),
             max_new_tokens=sys.maxsize if num_new is None else num_new,

@@ -1,7 +1,7 @@
-"""What a client is told of an error, whatever raised it.
+"""What clients are told about errors.
 
-Invariant: 500 is a fault of this program or its disk alone, and never carries a traceback; what a
-client can mend has 400, with the rule, the value and the remedy.
+Invariant: 500 means a fault of this program or its disk, and never carries a traceback. Errors that
+clients can correct have 400, with the requirement, the wrong value and the remedy.
 """
 
 import re
@@ -17,19 +17,19 @@ _MOST_WAIT_S = 60
 
 
 def refusal_of(error: BaseException, figures: EngineStats | None = None) -> Refusal:
-    """Return the message of an error for a client: nothing of one that none of ours foresaw."""
+    """Return the refusal for an error; an unforeseen error's text is not sent."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, QueueFull):
         wait_s = 1.0
-        if figures is not None:  # about as long as those before had to wait
+        if figures is not None:  # about as long as earlier requests had to wait
             waited_s = figures.waited_s / max(1, figures.num_begun)
             wait_s = min(max(1.0, waited_s), _MOST_WAIT_S)
         again = {"Retry-After": str(round(wait_s))}
         return Refusal(429, str(error), code="queue_full", headers=again)
     if isinstance(error, Closing):
         return refuse_closing()
-    if isinstance(error, HostFault | RunError):  # whose words are for who runs the server
+    if isinstance(error, HostFault | RunError):  # errors whose text is for the server's operator
         return Refusal(500, "the run failed, and the server's log says why", code="run_failed")
     if isinstance(error, UserError):
         message = str(error).replace("`max_new_tokens`", "`max_tokens`")
@@ -40,13 +40,13 @@ def refusal_of(error: BaseException, figures: EngineStats | None = None) -> Refu
 
 
 def refuse_closing() -> Refusal:
-    """Return the refusal of a server that ends."""
+    """Return the refusal of a server that is closing."""
     again = {"Retry-After": "10"}
     return Refusal(503, ASK_LATER, code="closing", headers=again)
 
 
 def log_failure(error: BaseException) -> None:
-    """Print where a fault of ours lies, but no words of an error, which may quote a client."""
+    """Log where a fault occurred, without the error's text, which may quote a client."""
     # what a library says stands in parentheses
     message = re.sub(r" \(.*\)", "", str(error)) if isinstance(error, HostFault) else str(error)
     if not isinstance(error, HostFault | RunError):

@@ -1,4 +1,4 @@
-"""Requests that are not served, and why; each protocol writes them in its own form.
+"""Refused requests and their reasons; each protocol writes them in its own form.
 
 Nothing here takes time to import: the server refuses while it loads.
 """
@@ -11,7 +11,7 @@ DEFAULT_REMEDY = "mend it, or leave it out"
 
 
 class Refusal(Exception):  # noqa: N818
-    """A request that is not served, and why.
+    """A refused request, and the reason.
 
     Attributes:
         code: names the reason for programs, as OpenAI does.
@@ -29,7 +29,7 @@ class Refusal(Exception):  # noqa: N818
         headers: dict[str, str] | None = None,
         details: dict[str, Any] | None = None,
     ) -> None:
-        # what it quotes need not be text that can be sent
+        # quoted parts need not be text that can be encoded
         message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.status = status
@@ -54,7 +54,7 @@ class Refusal(Exception):  # noqa: N818
 
     @classmethod
     def of_unsupported(cls, param: str, remedy: str = "leave it out") -> "Refusal":
-        """Return the refusal of a field that is known, and asks for what is not there."""
+        """Return the refusal of a known field that asks for an unsupported feature."""
         message = f"'{param}' is not supported by this server: {remedy}"
         return cls(400, message, param=param)
 

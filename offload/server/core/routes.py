@@ -1,4 +1,4 @@
-"""From a body to its jobs: what a request asks of the engine is submitted, all of it or nothing.
+"""From a body to its jobs: all of a request is submitted to the engine, or nothing.
 
 Invariant: whatever fails before an answer is made cancels every job.
 """
@@ -25,14 +25,14 @@ AnswerKind = Callable[[Any, list[Job], TokenNames, str], Answer]
 
 
 class RouteContext(NamedTuple):
-    """What a route answers with."""
+    """What a route needs for an answer."""
 
     engine: Engine
     settings: ServerSettings
     names: TokenNames
 
     def answer(self, body: Body, kind: AnswerKind) -> Answer:
-        """Submit what is asked for; return the answer in the making."""
+        """Submit a body's requests; return the growing answer."""
         jobs = submit(self.engine, self.settings, body)
         try:
             return kind(body, jobs, self.names, self.settings.model_id)
@@ -59,7 +59,7 @@ class RouteContext(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A path of a protocol: what it reads, and what it makes of that, an answer or an object."""
+    """A path of a protocol: its body, and a function that makes an answer or an object of it."""
 
     body: type[Body]
     reply: Callable[[RouteContext, Any], Answer | dict[str, Any]]
@@ -93,7 +93,7 @@ def submit(engine: Engine, settings: ServerSettings, body: Body) -> list[Job]:
 
 
 def _require_few_scores(requests: Sequence[Request], field: str) -> None:
-    """Raise `Refusal` where telling how likely prompts are would take much memory."""
+    """Raise `Refusal` if scores of prompts would take much memory."""
     wanted = [request for request in requests if request.num_prompt_logprobs is not None]
     prompts: list[Any] = [request.prompt for request in wanted]
     num_tops = [1 + (request.num_prompt_logprobs or 0) for request in wanted]
@@ -133,7 +133,7 @@ def _cancel(jobs: list[Job]) -> None:
 
 
 def _refuse_length(error: NoRoom, field: str) -> Refusal:
-    """Return the refusal of a prompt that has no room, in the words that clients look for."""
+    """Return the refusal of a prompt without room, in words that clients search for."""
     wanted = "" if error.num_new is None else f" and {error.num_new} in the completion"
     message = (
         f"This model's maximum context length is {error.context} tokens, but you asked for "
@@ -144,7 +144,7 @@ def _refuse_length(error: NoRoom, field: str) -> Refusal:
 
 
 def require_tools(engine: Engine, body: Body) -> None:
-    """Raise `Refusal` where the model is told of no tools, or its calls could not be read."""
+    """Raise `Refusal` if the model's template takes no tools, or its calls could not be read."""
     toolbox = body.toolbox()
     if toolbox.is_forced or not toolbox.described:
         return

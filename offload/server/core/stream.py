@@ -1,10 +1,10 @@
-"""A stream of server-sent events: those of an answer, and comments while there are none.
+"""A stream of server-sent events: an answer's, and comments in between to keep it alive.
 
-`arrivals` brings pieces of texts from the engine's thread into the server's loop. An error that
-comes too late for a status is told by the answer, in events of its protocol.
+`arrivals` brings pieces of texts from the engine's thread into the server's loop. The answer sends
+an error that comes too late for a status as an event of its protocol.
 
-Invariant: a client that is gone cancels what it has asked for: hanging up, a cancelled task and an
-error leave by one door, which cancels every job.
+Invariant: a client's jobs are cancelled when it is gone: hanging up, a cancelled task and an error
+all leave through one `finally`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from offload.server.core.failures import refusal_of
 
 
 class ClientGone(Exception):  # noqa: N818
-    """The client does not wait for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 async def arrivals(
@@ -45,13 +45,13 @@ async def arrivals(
     try:
         for job in jobs:
             job.listen(tell)
-        # from here on closing cancels them, also where no piece is ever taken
+        # from here on closing cancels them, even if no piece is ever taken
         yield None
         left = dict(enumerate(jobs))
         while left:
             came.clear()
             for index, job in list(left.items()):
-                # before its pieces are taken, so that none comes behind the end
+                # before its pieces are taken, so that none follows the end
                 is_done = job.is_done
                 for piece in job.take():
                     yield index, piece
@@ -87,7 +87,7 @@ class EventStream(Response):
 
     Args:
         keep_alive_s: without an event, after which a comment is sent.
-        on_error: hears of errors that the client is told.
+        on_error: called with errors that the client is told.
     """
 
     media_type = "text/event-stream"

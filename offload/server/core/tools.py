@@ -1,4 +1,4 @@
-"""Functions that a model may call, in the form of chat templates, and the form that calls must keep.
+"""Functions that a model may call, in the form of chat templates, and the grammar of calls.
 
 Invariant: a call that is forced keeps the schema of its function, by a grammar.
 """
@@ -35,7 +35,7 @@ class Toolbox:
     """The tools of one request.
 
     Attributes:
-        described: that the model is told of, as chat templates take them.
+        described: tools for the chat template.
         names: functions of these that it may call.
         is_forced: it must call one.
         is_parallel: it may call several in one answer.
@@ -68,9 +68,9 @@ def choose_tools(
     is_forced: bool = False,
     is_parallel: bool = True,
 ) -> Toolbox:
-    """Return the tools of a request; the model is told of those that are allowed, None for all.
+    """Return the tools of a request; the template gets the allowed ones, None for all.
 
-    Raises `Refusal` for names that are not there, and where a call is forced and none is.
+    Raises `Refusal` for unknown names, and for a forced call without any tool.
     """
     names = [function.name for function in functions]
     for name in allowed or ():
@@ -93,7 +93,7 @@ def force_tool(functions: Sequence[Function], name: str) -> Toolbox:
 
 
 def no_choice(functions: Sequence[Function]) -> Refusal:
-    """Return the refusal of a choice that is none."""
+    """Return the refusal of an impossible choice."""
     requirement = "it must be 'auto', 'none', 'required', 'allowed_tools' or a function of 'tools'"
     requirement += "" if functions else ", and there are no 'tools'"
     return Refusal.of_value("tool_choice", requirement)

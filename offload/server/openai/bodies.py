@@ -1,4 +1,4 @@
-"""Bodies of chat and of plain completions in OpenAI's protocol, and what they ask of an engine."""
+"""Bodies of chat and plain completions in OpenAI's protocol, and the requests made of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Extension(BaseModel):
-    """What OpenAI's protocol has no word for."""
+    """Extensions of OpenAI's protocol."""
 
     model_config = STRICT
     passes: bool = False  # what every pass did, with each chunk
@@ -40,7 +40,7 @@ class Extension(BaseModel):
 
 
 class OpenAIBody(Body):
-    """What all requests in OpenAI's protocol have in common."""
+    """Fields of all requests in OpenAI's protocol."""
 
     offload: Extension | None = None
     user: Ignored = None
@@ -63,7 +63,7 @@ class OpenAIBody(Body):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside its text."""
+    """Contents of a stream besides its text."""
 
     model_config = STRICT
     include_usage: bool | None = None
@@ -71,7 +71,7 @@ class StreamOptions(BaseModel):
 
 
 class ChoicesBody(OpenAIBody):
-    """What requests for chat and for text have in common."""
+    """Fields of requests for chat and for text."""
 
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None

@@ -56,13 +56,13 @@ class ChoicesAnswer(Answer):
         return [self._chunk([choice], extension)]
 
     def closing(self) -> list[Event]:
-        """Return the chunks behind the end of all texts."""
+        """Return the chunks after the end of all texts."""
         if not self._body.has_usage_chunk:
             return [_DONE]
         return [self._chunk([], {"usage": self._usage()}), _DONE]
 
     def failed(self, refusal: Refusal) -> list[Event]:
-        """Return the error as an event of its own; such a stream has no `[DONE]`."""
+        """Return the error as an event; such a stream has no `[DONE]`."""
         return [Event("", error_body(refusal))]
 
     def whole(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class ChoicesAnswer(Answer):
     def _next(
         self, index: int, piece: OutputDelta, *, may_be_silent: bool
     ) -> dict[str, Any] | None:
-        """Return the choice of a piece; None where nothing is to be said, and that may be."""
+        """Return the choice of a piece; None if there is nothing to send."""
         raise NotImplementedError
 
     def _last(self, index: int, result: Generation) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ class ChatAnswer(ChoicesAnswer):
         self._has_logprobs = bool(body.logprobs)
 
     def opening(self) -> list[Event]:
-        """Return who speaks, in every choice."""
+        """Return the role, in every choice."""
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([self._delta(index, delta)]) for index in range(len(self.jobs))]
 
@@ -171,7 +171,7 @@ class ChatAnswer(ChoicesAnswer):
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _words(self, index: int, parts: Sequence[Part]) -> tuple[str, str]:
-        """Return thoughts and text of some parts; calls are kept for the end."""
+        """Return thoughts and text of some parts; calls are kept until the end."""
         for part in parts:
             if isinstance(part, Call):
                 function = {"name": part.name, "arguments": part.arguments}

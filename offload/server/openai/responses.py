@@ -222,7 +222,7 @@ def _has_spoken(turn: dict[str, Any] | None) -> bool:
 
 
 def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
-    """Add an item to what the model has said in its turn."""
+    """Add an item to the model's message of its turn."""
     match item:
         case ReasoningItem():
             thoughts = _joined(item.content or item.summary or [])
@@ -273,7 +273,7 @@ class ResponseAnswer(BlockAnswer):
         return [self._event(kind, response=response) for kind in kinds]
 
     def failed(self, refusal: Refusal) -> list[Event]:
-        """Return the event of a response that has failed, as far as it had come."""
+        """Return the event of a failed response, with its items so far."""
         error = {"code": refusal.code or "server_error", "message": refusal.message}
         return [self._event("response.failed", response=self._response("failed", error=error))]
 
@@ -358,7 +358,7 @@ def _key(kind: str) -> str:
 
 
 def _logprobs(part: Text | Thought) -> dict[str, Any]:
-    """Return the field that events of text have and those of thoughts have not."""
+    """Return the field that events of text have, and events of thoughts lack."""
     return {"logprobs": []} if isinstance(part, Text) else {}
 
 
