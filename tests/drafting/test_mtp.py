@@ -25,7 +25,7 @@ from offload.errors import UserError
 from offload.memory.sizes import taps_bytes
 from offload.model.taps import TapLog, Taps
 from offload.planning.acceptance import NUM_RANKS
-from offload.reports.trace_acceptance import dynamic_again, given_trace, ranks_of
+from offload.reports.trace_acceptance import dynamic_again, ranks_of
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape
 
@@ -228,12 +228,11 @@ def test_a_tune_scores_with_the_states_of_the_target(family: str) -> None:
     with opened(family, tree="dynamic:12x3") as decoder:
         written = decoder.generate(PROMPT, max_new_tokens=16).token_ids
         found = ranks_of(decoder, PROMPT, written, Sampling())
-        given = given_trace(decoder, [*PROMPT, *written], len(PROMPT), Sampling())
         text = [*PROMPT, *written]
         scores = [path_scores(family, text[:at], []) for at in range(len(PROMPT), len(text))]
         places = [int((row_V > row_V[token]).sum()) for row_V, token in zip(scores, written, strict=True)]
         wanted = [place if place < NUM_RANKS else -1 for place in places]
-        assert found == wanted == given
+        assert found == wanted
         again = dynamic_again(decoder, PROMPT, written, Sampling(), DynamicShape(12, 3))
         assert len(written) - 3 <= sum(again) <= len(written)
 
