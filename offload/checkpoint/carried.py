@@ -107,7 +107,7 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
         if extra:
             got = f"layers in a form that is not read ({min(extra)})"
         raise UserError(f"{requirement}, got {got}: take lookup, or name a small draft")
-    if any(map(_SUBLAYER.match, extra)):
+    if str(text.get("model_type")).startswith("nemotron_h") and any(map(_SUBLAYER.match, extra)):
         num_depths = 1
         tensors, config = _of_sublayers(where, target.config, tensors)
     else:
@@ -153,11 +153,11 @@ def _check_depths(where: str, tensors: Mapping[str, TensorEntry], stated: int) -
 
 def _with_mixer_of_each(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Return the tensors of layers that have one mixer and one norm, as if each had its own."""
-    layers = [int(match[1]) for match in map(_LAYER.match, tensors) if match is not None]
+    layers = {match[1] for match in map(_LAYER.match, tensors) if match is not None}
     around = {name: entry for name, entry in tensors.items() if not _LAYER.match(name)}
     repeated = {
         around_layer(depth, name.removeprefix(MIXER).removeprefix("model.")): entry
-        for depth in range(1, 1 + max(layers, default=0))
+        for depth in range(1, len(layers))
         for name, entry in around.items()
     }
     return {**tensors, **repeated}
@@ -181,10 +181,12 @@ def _of_sublayers(
     if others or sorted(kind_of) != [*range(len(kind_of))]:
         known = f"{where}: its MTP layers are in a form that is not read (several depths of mixers)"
         raise UserError(f"{known}: take lookup, or name a small draft")
-    text = {name: value for name, value in config.items() if "pattern" not in name}
+    whole = dict(config)
+    text = {name: value for name, value in of_text(whole).items() if "pattern" not in name}
     text |= {"layers_block_type": [kind_of[layer] for layer in sorted(kind_of)]}
     text |= {"num_hidden_layers": len(kind_of), **{name: 0 for name in _COUNTS if name in text}}
-    return {name.replace("model.norm.", "model.norm_f."): named[name] for name in named}, text
+    tensors = {name.replace("model.norm.", "model.norm_f."): named[name] for name in named}
+    return tensors, {**whole, "text_config": text} if is_wrapper(whole) else text
 
 
 def _depth_of(name: str) -> int:

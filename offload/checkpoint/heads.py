@@ -18,7 +18,7 @@ from offload.checkpoint.checkpoint import Carried, Checkpoint, compute_dtype_nam
 from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import Settings
-from offload.errors import UserError
+from offload.errors import UserError, require
 
 EAGLE3 = "eagle3"
 DFLASH = "dflash"
@@ -43,7 +43,7 @@ _AROUND = {
 _WORDS = ("d2t", "t2d")
 # whole numbers, little-endian, by numpy's names
 WORD_TYPES = {"I64": "<i8", "I32": "<i4"}
-_MOST = 1 << 20
+_MOST_OF_BLOCK = 1024
 # how sure a block is to be right: the exponent that is learnt here says so of any draft
 _PASSED_OVER = re.compile(r"rotary_emb\.inv_freq$|^verifier_|^confidence_head\.")
 # speculators' names of kinds
@@ -52,6 +52,12 @@ _OF_TYPE = {
     "muse_glimmer_assistant": DFLASH,
     "gemma4_assistant": ASSISTANT,
     "gemma4_unified_assistant": ASSISTANT,
+}
+# parts of corrections, by form
+_CORRECTIONS = {
+    "vanilla": ("markov_w1", "markov_w2"),
+    "gated": ("gate_proj",),
+    "rnn": ("joint_proj",),
 }
 _LAYER_KINDS = ("llama", "qwen2", "qwen3")
 # forms that only a config shows and that cannot be read
@@ -132,11 +138,10 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
         layers = [number + 1 for number in _numbers(draft, layers)]
     size = stated.get("block_size")
     mask = stated.get("mask_token_id")
-    if type(size) is not int or type(mask) is not int or not (1 < size < _MOST and mask >= 0):
-        requirement = (
-            f"{draft.name}: a DFlash block states block_size, of two or more, and mask_token_id"
-        )
-        raise UserError(f"{requirement}, got {size!r:.40} and {mask!r:.40}: {OTHER_HEAD}")
+    if type(size) is not int or type(mask) is not int or mask < 0 or not 1 < size <= _MOST_OF_BLOCK:
+        states = f"a DFlash block states block_size, of 2 to {_MOST_OF_BLOCK}, and mask_token_id"
+        got = f"{size!r:.40} and {mask!r:.40}"
+        raise UserError(f"{draft.name}: {states}, got {got}: {OTHER_HEAD}")
     if config.get("model_type") in _OF_TYPE:
         config.setdefault("layer_types", ["sliding_attention"] * config.get("num_hidden_layers", 0))
     config["model_type"] = "qwen3"
@@ -146,6 +151,8 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     # DSpark's blocks are anchored where nothing is said of it
     kinds = f"{draft.config.get('architectures')} {draft.config.get('speculators_model_type')}"
     is_anchored = stated.get("sample_from_anchor", "dspark" in kinds.lower())
+    requirement = f"{draft.name}: sample_from_anchor of a block is true or false"
+    require(type(is_anchored) is bool, requirement, f"{is_anchored!r:.40}", OTHER_HEAD)
     is_last = depth in layers
     carried = Carried(
         frozenset(),
@@ -153,7 +160,7 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
         tapped=_tapped(draft, depth, [layer for layer in layers if layer != depth]),
         has_normed=is_last,
         block=(size, mask),
-        is_anchored=is_anchored is True,
+        is_anchored=is_anchored,
     )
     return _beside(target, draft, carried, config)
 
@@ -216,7 +223,10 @@ def _beside(
         if decoder_name is not None
     }
     needed = ["fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"]
-    needed += [f"markov_head.markov_w{turn}.weight" for turn in (1, 2) if _is_corrected(draft)]
+    if _is_corrected(draft):
+        form = str(draft.config.get("markov_head_type") or "vanilla")
+        parts = (*_CORRECTIONS["vanilla"], *_CORRECTIONS.get(form, (form,)))
+        needed += [f"markov_head.{part}.weight" for part in parts]
     unread = [f"no {name}" for name in needed if _own_name(name) not in tensors]
     unread += [name for name, decoder_name in named.items() if decoder_name is None] + [
         *draft.extra
@@ -299,10 +309,19 @@ def _check_fit(
     first, second = (tensors.get(f"{MIXER}markov.w{turn}.weight") for turn in (1, 2))
     if first is not None and second is not None:
         num_scored = words if head is None else head.shape[0]
-        fitting = [words, num_scored, first.shape[-1]]
-        given = [first.shape[0], *second.shape]
-        if given != fitting:
-            raise UserError(f"{complaint} (corrections of {given}, not {fitting}): {OTHER_HEAD}")
+        rank = first.shape[-1]
+        width = mixer.shape[0]
+        fitting = {
+            "w1": (words, rank),
+            "w2": (num_scored, rank),
+            "gate": (rank, width + rank),
+            "joint": (3 * rank, 2 * rank + width),
+        }
+        for part, shape in fitting.items():
+            entry = tensors.get(f"{MIXER}markov.{part}.weight", first if part == "w1" else None)
+            if entry is not None and entry.shape != shape:
+                sizes_told = f"corrections of {list(entry.shape)}, not {list(shape)}"
+                raise UserError(f"{complaint} ({sizes_told}): {OTHER_HEAD}")
     if head is None or (ids is None and head.shape[:1] == (words,)):
         return None
     requirement = (
