@@ -1,4 +1,9 @@
-"""The errors that a user can correct: one line with requirement, wrong value and remedy."""
+"""The program's errors, each one line: requirement, wrong value and remedy.
+
+`UserError` is for what a user can correct, before or during a run; `RunError` for what fails during
+a run: `ReadError` for the disk, `RankError` for another rank. `require` and `ensure` raise the first
+and `ValueError`. Nothing here takes time to import.
+"""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What this machine offers: memory and cores, within the limits of its container."""
+"""The memory and cores of this machine, within the limits of its container."""
 
 import ctypes
 import math

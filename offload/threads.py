@@ -1,11 +1,11 @@
 """Thread counts and ways of waiting, for passes and for drafting, adapted to real steps.
 
-A pass of many rows wants every core, drafting's small products want few, and threads that spin
-while they wait stall the others when another process takes a core. So now and then a step is tried
-with the next larger or smaller count, or the other way of waiting, which is kept if quicker.
+A pass of many rows needs every core, drafting's small products few, and threads that spin while
+they wait stall the others when another process takes a core. So now and then a step is tried with
+the next larger or smaller count, or the other way of waiting, and the faster one is kept.
 
-Invariant: trials cost about a percent of the time, since the wait for the next one grows with what
-the last one lost.
+Invariant: trials cost about a percent of the time, since the wait for the next one grows with the
+loss of the last.
 """
 
 import os
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-_NUM_RECENT = 7  # steps whose median stands for the mode in use
-_NUM_TRIED = 3  # steps in a row by whose median another mode is judged
-_HOPELESS = 1.1  # times as slow as usual: such a trial is given up at its first step
+_NUM_RECENT = 7  # steps whose median is the time of the mode in use
+_NUM_TRIED = 3  # steps in a row whose median judges another mode
+_HOPELESS = 1.1  # times as slow as usual: such a trial ends at its first step
 _ALIKE = 4  # times as many rows: what was found for these is where others begin
 # times the usual time that what takes more of the cores must stay below; what leaves more wins ties
 _MORE_BAR = 0.95
@@ -66,12 +66,12 @@ class ThreadPolicy:
 
     @classmethod
     def fixed(cls, num_threads: int) -> "ThreadPolicy":
-        """Return the policy that computes with this many threads in all steps."""
+        """Return the policy that uses this many threads in all steps."""
         mode = Mode(num_threads)
         return cls([num_threads], StepModes(mode, mode))
 
     def modes(self, num_rows: int) -> StepModes:
-        """Return the modes for the next step of this many rows."""
+        """Return the modes for the next step, of this many rows."""
         if known := self._choices.get(num_rows):
             return StepModes(*(choice.mode for choice in known))
         return self._found_nearby(num_rows)
@@ -113,7 +113,7 @@ _REVERSE = {"fewer": "more", "more": "fewer", "other way": "other way"}
 
 
 class _Choice:
-    """The mode for one kind of work, and the trial of another."""
+    """The mode for one kind of work, and trials of others."""
 
     def __init__(self, ladder: Sequence[int], start: Mode, seen_s: Mapping[Mode, float]) -> None:
         self._ladder = ladder
@@ -136,9 +136,9 @@ class _Choice:
         self._wait = {move: wait - 1 for move, wait in self._wait.items()}
         lately = list(self._recent)[-_NUM_TRIED:]
         if len(lately) == _NUM_TRIED and self._compared_s == float("inf"):
-            self._compared_s = median(lately)  # where there is nothing to try for long
+            self._compared_s = median(lately)  # if there is nothing to try for long
         if len(lately) == _NUM_TRIED and median(lately) > _SLOWED * self._compared_s:
-            # what was usual before is over
+            # the usual time before is outdated
             self._recent = deque(lately, _NUM_RECENT)
             # others are there: leave more
             self._compared_s = median(self._recent)
@@ -156,7 +156,7 @@ class _Choice:
         return False
 
     def hear(self, other: "_Choice") -> None:
-        """Adopt what steps of nearly as many rows have found, until a trial of these tells more."""
+        """Adopt the findings of steps of nearly as many rows, until a trial knows better."""
         if self._has_judged or self._move:
             return
         if self.usual != other.usual:
@@ -216,7 +216,7 @@ def _cores_taken(mode: Mode) -> tuple[int, bool]:
 
 
 def _steps_for(lost_s: float, step_s: float) -> int:
-    """Return the steps until so much time may be lost again."""
+    """Return the number of steps until the same loss is affordable again."""
     return min(_MOST_WAIT, max(_LEAST_WAIT, round(lost_s / (_LOST_SHARE * step_s))))
 
 

@@ -1,7 +1,7 @@
-"""The memory budget of a run and the plan that is made for it, as values: what lies where, its sums.
+"""The memory budget of a run and its plan, as values: the bytes of every item, and their sums.
 
-With a GPU, what is computed with counts against `gpu_bytes` and only what feeds the GPU against
-`ram_bytes`. `planner` makes plans, by what things take (`sizes`) and how tiers are filled
+With a GPU, everything that it computes with counts against `gpu_bytes`, and only what feeds it
+against `ram_bytes`. `planner` makes plans, by what things take (`sizes`) and how tiers are filled
 (`tiers`). Invariant: every byte of a plan is in exactly one of the two sums, `total_bytes` and
 `gpu_total_bytes`.
 """
@@ -24,27 +24,28 @@ _ROOMY_BYTES = 1 << 59
 class Rates(NamedTuple):
     """The rates of a machine."""
 
-    link_bytes_per_s: float  # to where layers are computed
-    flops_per_s: float  # in passes of some hundred rows
-    disk_bytes_per_s: float = math.inf  # to host memory, where the link begins there
+    link_bytes_per_s: float  # to the memory where layers are computed
+    flops_per_s: float  # floating-point rate in passes of some hundred rows
+    disk_bytes_per_s: float = math.inf  # to host memory, if the link begins there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """The budgets of a run in bytes, and the sizes that its texts ask for."""
+    """The budgets of a run in bytes, and the sizes of its texts."""
 
-    ram_bytes: int  # of the host; a `ByteSize` where the user gave it
-    gpu_bytes: int | None = None  # of the device that computes; None on a CPU
+    ram_bytes: int  # host memory; a `ByteSize` if the user gave it
+    gpu_bytes: int | None = None  # memory of the device that computes; None on a CPU
     dtype: str = "auto"
-    context: int | None = None  # of a text; None takes the model's limit, up to `DEFAULT_CONTEXT`
+    # positions of a text; None takes the model's limit, up to `DEFAULT_CONTEXT`
+    context: int | None = None
     rule: str = "match"
     # how routed experts come: demand, one by one, or with their layers; auto, which is open, plans
     # as demand does until `planning.budget.with_experts` has settled it
     experts: str = "auto"
-    parallel: int = 1  # texts that are written at a time, each with keys and values of its own
+    parallel: int = 1  # texts that are written at a time, each with its own keys and values
     # of prompts that were read, beside the texts' own; None takes what layers leave, see `planner`
     prompt_cache_bytes: int | None = 0
-    kv_dtype: str = "auto"  # of the target's keys and values; auto is the type to compute in
+    kv_dtype: str = "auto"  # type of the target's keys and values; auto is the compute type
     rates: Rates | None = None  # if they are known, they decide the rows of a prompt's pass
 
     @property
@@ -58,7 +59,7 @@ class MemoryBudget:
         return model_shape(files.target, self.dtype).experts if self.experts == "demand" else None
 
     def unlimited(self) -> "MemoryBudget":
-        """Return a budget without limits, to see what everything but layers takes."""
+        """Return a budget without limits, to see what everything except layers takes."""
         return replace(self, ram_bytes=_ROOMY_BYTES, gpu_bytes=self.gpu_bytes and _ROOMY_BYTES)
 
     def size(self, num_bytes: float) -> str:
@@ -77,14 +78,14 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryPlan:
-    """The layers that stay, the slots for the others, and what everything else takes."""
+    """The layers that stay, the slots for the others, and the bytes of everything else."""
 
     ram_bytes: int
     context: int
     num_nodes: int
     max_prompt_rows: int
-    runtime_bytes: int  # of the program, on the host
-    rest_bytes: int  # weights outside the layers that lie where layers are computed
+    runtime_bytes: int  # the program's own, on the host
+    rest_bytes: int  # weights outside the layers, where layers are computed
     draft_bytes: int
     distribution_bytes: int
     kv_bytes: int
@@ -95,7 +96,7 @@ class MemoryPlan:
     tier_L: tuple[LayerTier, ...]
     num_logits_rows: int  # rows that are scored at once
     kv_dtype: str = "auto"  # of the target's keys and values; others than auto change numbers
-    prompt_cache_bytes: int = 0  # of the host, for prompts that were read
+    prompt_cache_bytes: int = 0  # host memory for prompts that were read
     # texts that are written at a time; `context` is of each, `num_nodes` of all together
     parallel: int = 1
     device: str = "cpu"  # or "cuda"
@@ -109,7 +110,7 @@ class MemoryPlan:
         0  # pinned read-ahead slots for layers that go from the disk to the GPU
     )
     max_context: int | None = None  # that the model was made for; None where it does not say
-    # a longer text has all its positions turned by other factors, see `sizes.turning_point`
+    # a longer text has its positions rotated by other factors, see `sizes.turning_point`
     turning_point: int | None = None
     source_tokens: int = 0  # of a prompt that an encoder may read; 0 without one
     # of its layers where they stay; else they pass through the slots, once per prompt

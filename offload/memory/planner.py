@@ -1,12 +1,12 @@
 """Plan memory from headers and budgets, for this machine or any other.
 
-What things take is written in `sizes`, how tiers are filled with layers in `tiers`, how many rows of
-a prompt a pass takes in `prompt_rows`; where budgets come from, in `planning.budget`. Layers lie
-where they are computed, in pinned host memory where that is a GPU's, or on the disk.
-Each tier takes first what it must hold, then two or three slots for the layers that pass through
-it, then as many layers as fit. The host's budget relies on the order of loading: what goes to a GPU
-passes through before memory is pinned. Invariant: the items of a plan add up to no more than its
-budgets; a budget that cannot hold two slots is refused, with the least one that would do.
+`sizes` has the bytes of each item, `tiers` fills tiers of memory with layers, `prompt_rows` chooses
+a prompt pass's rows, and `planning.budget` makes budgets. Layers lie where they are computed, in
+pinned host memory where that is a GPU's, or on the disk. Each tier takes first what it must hold,
+then two or three slots for the layers that pass through it, then as many layers as fit. The host's
+budget relies on the order of loading: what goes to a GPU passes through before memory is pinned.
+Invariant: the items of a plan add up to no more than its budgets; a budget that cannot hold two
+slots is refused, with the least one that would do.
 """
 
 from bisect import bisect_left

@@ -1,9 +1,9 @@
-"""The rows of a prompt pass: as many as are computed while the link delivers what the pass needs.
+"""The rows of a prompt pass: as many as can be computed while the link delivers its weights.
 
 With fewer rows the link is the slower side, and every token pays for more of a pass; with more
 nothing is gained, and they take memory from the layers that stay. All decoders, plans and benches
 use this one decision. No torch, no clock. Invariant: a plan with more rows than usual is within its
-budgets, and a pass of it moves hardly more.
+budgets, and its passes move hardly more bytes.
 """
 
 import math

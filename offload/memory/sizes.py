@@ -1,7 +1,7 @@
-"""What each thing that memory has to hold takes: caches, states, drafts, distributions, activations.
+"""The bytes of each item in memory: caches, states, drafts, distributions, activations.
 
-Sizes follow from shapes that headers tell, numbers of rows and positions. No torch. Invariant: each
-is the most that is held at a time.
+Sizes follow from shapes in headers, numbers of rows and positions. No torch. Invariant: each is the
+most that is held at any time.
 """
 
 from offload.checkpoint.sizes import ModelShape
@@ -10,7 +10,7 @@ from offload.trees.topology import PACES, most_rows, tier_rows
 
 # code that runs for the first time, tokenizer, scratch of the matrix library: measured
 RUNTIME_BYTES = 112 << 20
-# committed tokens that one sweep takes in where nothing speaks for more, see `prompt_rows`
+# committed tokens that one sweep reads by default, see `prompt_rows`
 PROMPT_ROWS = 512
 # Rows that a feed-forward on a CPU takes at a time, and the most of one product.
 INNER_ROWS = 256

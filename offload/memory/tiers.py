@@ -1,9 +1,9 @@
-"""How tiers of memory are filled: what stays in each, and what passes through it.
+"""Tiers of memory: the layers and experts that stay in each, and the slots for the others.
 
 One tier after the other gets layers, and routed experts read on demand: layers come before experts,
 since every sweep needs all of them, and slots for what passes through come before what stays.
-Invariant: a tier is given no more than its budget, and one that cannot hold what has to pass
-through is refused, with the least that would do.
+Invariant: a tier never exceeds its budget. A budget too small for the slots is refused, with the
+least one that works.
 """
 
 from collections.abc import Callable, Sequence

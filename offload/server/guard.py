@@ -102,9 +102,7 @@ class Guard:
             raise Refusal(403, f"{requirement}: ask for localhost", code="wrong_host")
 
     def _check_site(self, headers: Mapping[str, str], method: str) -> None:
-        """Refuse foreign pages: they need a preflight request for JSON, and browsers name their
-        origin.
-        """
+        """Refuse foreign pages: they need a preflight request for JSON, and state their origin."""
         site = headers.get("sec-fetch-site", "none")
         if method not in _LOOKING and site not in ("same-origin", "none"):
             message = "this server takes no requests from pages of others: ask from its own"
@@ -126,9 +124,7 @@ class Guard:
             raise Refusal(401, message, code="invalid_api_key", headers=asked)
 
     async def _body(self, receive: Receive) -> bytes:
-        """Return the body; the start of one too large is read, since clients send before they
-        listen.
-        """
+        """Return the body; of one too large the start is read, as clients send before they listen."""
         limit = self._settings.max_body_bytes
         num_read = 0
         body = bytearray()

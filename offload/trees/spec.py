@@ -23,7 +23,7 @@ from offload.trees.topology import (
     sequences,
 )
 
-# what `--tree` may ask for; far beyond any size whose verification hides behind a link
+# the most that `--tree` may ask for; far beyond any size whose verification hides behind a link
 MAX_TREE_NODES = 65536
 MOST_MATCHED = 64
 # a tree where nothing was measured; else `planning.choice` answers
@@ -46,7 +46,7 @@ _IN_WORDS = "auto, none, NxD, dynamic:NxD, chain:L, chain:auto or sequences:KxL"
 
 @dataclass(frozen=True, slots=True)
 class TreeSpec:
-    """A tree as the user named it, not yet built."""
+    """A tree as the user named it, not built yet."""
 
     kind: TreeKind
     count: int = 1  # of nodes for best and dynamic, of sequences for the others: a chain is one
@@ -67,7 +67,7 @@ class TreeSpec:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the tree is not named but chosen, by what was measured."""
+        """Whether the tree is chosen by measurements rather than named."""
         return self.kind in ("auto", "auto_chain")
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class TreeSpec:
 
 
 def label_of(shape: Shape) -> str:
-    """Return the name in `--tree` of a shape that was chosen."""
+    """Return the `--tree` name of a chosen shape."""
     if shape.num_nodes == 1:
         return "none"
     return f"{'dynamic:' if isinstance(shape, DynamicShape) else ''}{shape.num_nodes}x{shape.depth}"

@@ -1,4 +1,4 @@
-"""A token tree: what a drafter proposes and one weight pass scores. No model in sight.
+"""A token tree, which a drafter proposes and one weight pass scores. No model in sight.
 
 Node 0 is the root, the last committed token, whose own logits say what comes first. A rule that
 compares p(x) with q(x) is exact only if q is the very distribution that x was drawn from, given
@@ -31,9 +31,9 @@ Floats = NDArray[np.float64]
 
 
 class Draw(IntEnum):
-    """How one child was chosen."""
+    """How a child was chosen."""
 
-    POINT_MASS = 0  # chosen by any means in which chance had no part that a rule could use
+    POINT_MASS = 0  # without any chance that a rule could use
     WITHOUT_REPLACEMENT = 1  # from the node's distribution without the tokens of its elder siblings
     WITH_REPLACEMENT = 2  # from the node's distribution as it is
 
@@ -41,10 +41,10 @@ class Draw(IntEnum):
 class Offer(NamedTuple):
     """One child as a rule sees it."""
 
-    child: int  # its node
+    child: int  # index of its node
     token: int
     draw: Draw
-    # what its token was drawn from, given its elder siblings; None is a point mass
+    # the distribution of its token, given its elder siblings; None is a point mass
     probs_V: Floats | None
 
 
@@ -74,7 +74,7 @@ class Proposals:
         return Proposals(draw_N, np.concatenate([self.row_N, beyond - 1])[order], self.probs_EV)
 
     def write(self, node_W: Sequence[int] | Ints, probs_WV: Tensor) -> None:
-        """Note what the children of these consecutive nodes were drawn from."""
+        """Write the distributions of the children of these consecutive nodes."""
         rows = self.row_N[node_W]
         assert (np.diff(rows) == 1).all(), "nodes of a level, in their order"
         self.probs_EV[rows[0] : rows[0] + len(rows)] = probs_WV
@@ -122,7 +122,7 @@ class TokenTree:
 
     topology: Topology
     token_N: Tensor  # int64, the proposed ids; `token_N[0]` is committed already
-    # what the tokens were drawn from; without it every child is a point mass
+    # the distributions of the tokens; without them every child is a point mass
     proposals: Proposals | None = None
     # For the drafter, when a path is accepted: the cache row, counted from the committed length, of
     # every node that was run,

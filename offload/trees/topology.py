@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from offload.errors import UserError, require
 
-_ROOM = 1.25  # rows per node, those that are run in vain included
+_ROOM = 1.25  # rows per node, including those that are run in vain
 # the same where a scout guesses below a copy: three of its guesses in four are in vain
 _TIER_ROOM = 4
 # rows of one draft pass: the most that a device replays from a recording, and no longer free on any
@@ -234,10 +234,10 @@ class GrownNode(NamedTuple, Generic[Item]):
     """A node of an order with parents and elder siblings first: any first n nodes are a tree."""
 
     number: int  # index in the order
-    parent: int  # that of its parent; -1 for the root
+    parent: int  # index of its parent; -1 for the root
     rank: int
     depth: int
-    score: float  # the chance that its path is accepted, or what else never rises along a path
+    score: float  # chance that its path is accepted, or another score that never rises along a path
     item: Item  # what the order was grown from knows of it
 
 

@@ -33,7 +33,7 @@ from offload.trees.token_tree import Draw, Floats, Offer, TokenTree, children_of
 
 
 class Acceptance(NamedTuple):
-    """The outcome of one weight pass."""
+    """The result of one weight pass."""
 
     nodes: list[int]  # the accepted path, root first: rows whose keys and values are kept
     # new tokens: those of the accepted nodes after the root, then one more drawn from the target
@@ -42,12 +42,12 @@ class Acceptance(NamedTuple):
     guesses: Sequence[float] = ()
 
     def first(self, num: int) -> "Acceptance":
-        """Return as much of it as emits this many tokens."""
+        """Return the part of it that emits this many tokens."""
         return Acceptance(self.nodes[:num], self.tokens[:num], self.guesses[:num])
 
 
 class Trial(NamedTuple):
-    """One child's turn."""
+    """The test of one child."""
 
     child: int  # the child's node
     chance: float  # chance to be accepted, given that its elder siblings were not
