@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,14 +216,22 @@ class Portion(NamedTuple):
         return ("", *WORDS, CODE) if name in self.windows else ("",)
 
 
-def write_packed(path: Path, portion: Portion, on_bytes: OnBytes) -> None:
-    """Pack, read back, compare, name the file; parts are told twice. Raises `OSError`."""
+def write_packed(path: Path, portion: Portion, on_bytes: OnBytes, turn: Lock) -> None:
+    """Pack, read back, compare, name the file; parts are told twice. Raises `OSError`.
+
+    Of several files that are packed at once only the one that has its turn is coded: meanwhile
+    the disk takes in the one before, which is then read back.
+    """
     with replacing(path) as scratch:
         with (
             opened(portion.path, os.O_RDONLY) as source,
             opened(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as out,
         ):
-            _Writing(out, source, portion).write(on_bytes)
+            with turn:
+                _Writing(out, source, portion).write(on_bytes)
+            os.fsync(out)
+            # what is read back shall come from the disk
+            os.posix_fadvise(out, 0, 0, os.POSIX_FADV_DONTNEED)
         for _, _, raw in original_parts(read_packed(scratch)):
             on_bytes(len(raw))
 
@@ -272,9 +281,6 @@ class _Writing:
         header = _header(self._portion, self._entries, self._sums, self._data_lo)
         write_part(self._out, header, 0)
         os.ftruncate(self._out, self._data_lo + self._end)
-        os.fsync(self._out)
-        # what is read back shall come from the disk
-        os.posix_fadvise(self._out, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _taken(
         self, entry: TensorEntry, lo: int, hi: int, way: ExponentWindow | str | None = None

@@ -1,6 +1,6 @@
 """`offload pack` and `offload unpack`: a 16-bit model coded without loss, and its original bytes.
 
-A source file becomes files of about a gibibyte each, so that an interrupted packing repeats at most
+A source file becomes files of about half a gibibyte each, so that an interrupted packing repeats at most
 one. Of a folder that was interrupted, see `folders`, each file that has its name is whole.
 Invariant: the destination is whole from its first moment, and `unpack` gives back every file, byte
 for byte.
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any, NamedTuple
 
 from offload.checkpoint.checkpoint import Checkpoint
@@ -52,6 +53,7 @@ from offload.packing.forecast import (
     window_of,
 )
 from offload.packing.format import (
+    OnBytes,
     Origin,
     PackedFile,
     Portion,
@@ -76,7 +78,8 @@ _WEIGHTS = (
 )
 _LARGEST_COPY_BYTES = 256 << 20  # of tokenizers, configs, licences
 _SOURCE_INDEX = "source.safetensors.index.json"
-_PORTION_BYTES = 1 << 30
+_PORTION_BYTES = 1 << 29
+_AT_ONCE = 2
 
 
 def _stamps_beside(directory: Path) -> dict[Path, Stamp | None]:
@@ -171,14 +174,10 @@ def pack(
             for name, portion in portions.items()
         }
         count = counter(2 * sum(source_bytes.values()), progress)
-        for name, portion in portions.items():
-            if name in kept:
-                count(2 * source_bytes[name])
-                continue
-            write_packed(folder / name, portion, count)
-            path = portion.path
-            if Stamp.from_file(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
-                raise _changed(path)
+        for name in kept:
+            count(2 * source_bytes[name])
+        left_to_write = {name: portions[name] for name in portions if name not in kept}
+        _write_in_turns(folder, left_to_write, checkpoint, count)
         for path, stamp in others.items():
             relative = path.relative_to(checkpoint.directory)
             _copy_unchanged(
@@ -186,6 +185,49 @@ def pack(
             )
         _write_index(folder, portions, find_shards(checkpoint.directory)[1])
     return _result_of(destination, len(kept))
+
+
+def _write_in_turns(
+    folder: Path, portions: Mapping[str, Portion], checkpoint: Checkpoint, count: OnBytes
+) -> None:
+    """Write packed files, two at once: while one is coded, the one before is read back.
+
+    Raises what `write_packed` raises, and `ReadError` for a source that changed.
+    """
+    # threads are not imported for `--help`
+    from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+
+    turn = Lock()
+    counting = Lock()
+    is_over = Event()
+
+    def progressed(num_bytes: int) -> None:
+        if is_over.is_set():
+            raise CancelledError
+        with counting:
+            count(num_bytes)
+
+    def write(name: str, portion: Portion) -> None:
+        write_packed(folder / name, portion, progressed, turn)
+        path = portion.path
+        if Stamp.from_file(path) != checkpoint.stamps[checkpoint.shards.index(path)]:
+            raise _changed(path)
+
+    pending = set[Future[None]]()
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="offload-files") as pool:
+        try:
+            for name, portion in portions.items():
+                pending.add(pool.submit(write, name, portion))
+                while len(pending) == _AT_ONCE:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+            for future in pending:
+                future.result()
+        except BaseException:
+            # those under way end with their next part
+            is_over.set()
+            raise
 
 
 def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:

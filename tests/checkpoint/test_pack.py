@@ -129,11 +129,12 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
         pack(model, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
     found = pack(model, tmp_path / "packed")
-    assert found.num_kept == 2 and len(written) == 3 + whole.num_files - 2
-    assert written[:2] == sorted(written[:2]) and not {*written[:2]} & {*written[2:]}
+    kept = found.num_kept
+    # two are under way at once; the one that was not stopped is whole
+    assert 1 <= kept <= 2 and len({*written[3:]}) == whole.num_files - kept
     assert sums(tmp_path / "packed") == sums(tmp_path / "whole")
     assert pack(model, tmp_path / "packed") == found._replace(num_kept=found.num_files, was_there=True)
-    assert len(written) == 3 + whole.num_files - 2, "what is whole is not written again"
+    assert len(written) == 3 + whole.num_files - kept, "what is whole is not written again"
 
 
 def interrupt(*_: object) -> None:
