@@ -6,7 +6,6 @@ held behind the last tenth of the texts over what was held behind the second fif
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
@@ -14,16 +13,14 @@ from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import Order
 from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Column, Row, say_table
+from offload.bench.latency.quantised import PACKED, PLAIN, quantised
 from offload.bench.pairs.moe_pair import untrained_mixture
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.model.headers import describe
-from offload.packing.pack import pack
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
-PLAIN = "bf16"
-PACKED = "packed"  # without loss
 MIXTURE = "mixture"
 CONTEXT = 1024
 _MIB = 1 << 20
@@ -58,6 +55,8 @@ CASES = {
     "many-8x1": Case(PLAIN, "none", 8),
     "many-8x16": Case(PLAIN, "dynamic:16x8", 8),
     "many-8x16-sampled": Case(PLAIN, "dynamic:16x8", 8, 0.8, 600),
+    "int4-128": Case("int4", "dynamic:128x20"),
+    "fp8-64": Case("fp8", "dynamic:64x16", temperature=0.8),
     "packed-128": Case(PACKED, "dynamic:128x20"),
     "layers-none": Case(MIXTURE, "none", options=_LAYERS),
     "layers-64": Case(MIXTURE, "dynamic:64x16", options=_LAYERS),
@@ -67,22 +66,12 @@ CASES = {
 }
 
 
-def packed(source: Path) -> Path:
-    """Return `source` packed without loss, made once."""
-    folder = source.with_name(f"{source.name}-{PACKED}")
-    if not folder.is_dir():
-        pack(source, folder, progress=lambda done, total: None)
-    return folder
-
-
 def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row:
     """Return the memory of one configuration, its growth, and both verdicts. Raises `UserError`."""
     if case.kind == MIXTURE:
         target = untrained_mixture(2 * size_bytes)
     else:
-        target = inflated_target(size_bytes, lambda done, total: None)
-        if case.kind == PACKED:
-            target = packed(target)
+        target = quantised(inflated_target(size_bytes, lambda done, total: None), case.kind)
     shared: dict[str, Any] = {"context": CONTEXT, "parallel": case.parallel}
     draft = PAIR / "draft"
     if ram is None:

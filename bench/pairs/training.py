@@ -191,6 +191,10 @@ def _load(model: nn.Module, optimiser: torch.optim.AdamW, path: Path) -> int:
     return num_done
 
 
+def next_token_loss(model: PreTrainedModel, tokens_BS: Tensor) -> Tensor:
+    return loss_of_logits(model(input_ids=tokens_BS, use_cache=False).logits, tokens_BS)
+
+
 def loss_of_logits(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     logits_NV = logits_BSV[:, :-1].flatten(0, 1).float()
     return functional.cross_entropy(logits_NV, tokens_BS[:, 1:].flatten())

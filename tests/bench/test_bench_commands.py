@@ -13,7 +13,7 @@ from shell import Outcome, process, shell
 from offload.bench import suite
 from offload.bench.harness.command import Effort
 from offload.bench.harness.record import read
-from offload.bench.latency import decode, many, passes
+from offload.bench.latency import decode, many, passes, quantised
 from offload.errors import UserError
 
 SIZE = ["--size", "100MB"]
@@ -113,6 +113,7 @@ def test_where_nothing_is_streamed_no_link_is_a_ceiling(command: list[str]) -> N
 ALONE: dict[str, list[str]] = {
     "many": ["--quick", "--size", "60MB", "--parallel", "2"],
     "memory": ["--case", "dense-none", "--size", "60MB"],
+    "quantised": ["--quick", "--size", "300MB"],
     "beside": ["--quick", *SIZE, *RAM, "--num-prompts", "1", "-n", "4", *["--with", "--threads 1 --tree 8x4"] * 2],
 }
 
@@ -123,6 +124,7 @@ def test_a_command_ends_with_its_table_and_its_result(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(many, "QUICK", Effort(num_plain=4, num_tokens=24))
+    monkeypatch.setattr(quantised, "QUICK", Effort(num_plain=2, num_tokens=6, trees=("none", "8x4")))
     outcome = shell("bench", name, *ALONE[name], "--json", tmp_path / "found.json", "--rows", tmp_path / "rows")
     assert outcome.code == 0, outcome.err
     result = json.loads(outcome.out.splitlines()[-1])

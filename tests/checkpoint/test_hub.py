@@ -23,6 +23,7 @@ import offload
 from offload.bench.harness.models import find_setting
 from offload.checkpoint import open as headers
 from offload.checkpoint.download import folder_of
+from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
@@ -205,6 +206,42 @@ def test_what_was_downloaded_is_found_without_a_network(
     assert whole.path == cached and len(whole.files) == len(found.shards) and not whole.damage
 
 
+def test_a_commit_that_is_here_stays_though_the_hub_has_a_newer_one(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned and compared is what is loaded; its small files come from its own commit."""
+    found = headers.open_headers("org/model")
+    newer = shutil.copytree(cached, cached.with_name("f" * 40))
+    asked = list[str | None]()
+
+    def snapshot(repo: str, revision: str | None = None, **_: Any) -> str:
+        asked.append(revision)
+        return str(cached if revision == COMMIT else newer)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
+    assert loaded is found and set(asked) == {COMMIT}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_of_what_is_here_whole_the_hub_is_asked_nothing(
+    is_whole: bool, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of reach, it would be waited for."""
+    found = headers.open_headers("org/model")
+    asked = list[bool]()
+    if is_whole:
+        (cached / "tokenizer.json").write_text("{}")
+
+    def snapshot(repo: str, *, local_files_only: bool = False, **_: Any) -> str:
+        asked.append(not local_files_only)
+        return str(cached)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    headers.fetch(["org/model"], [found], lambda phase: None)
+    assert any(asked) is not is_whole
+
+
 def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     open_checkpoint(cached).shards[0].unlink()
@@ -271,6 +308,15 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
     assert set(fetched) == NEEDED | shards and len(fetched) == len(set(fetched)) + 1
 
 
+def test_a_file_here_is_not_asked_for_at_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "weights.safetensors").touch()
+    with pytest.raises(UserError, match="is a file: give the folder it lies in"):
+        headers.open_headers("here/weights.safetensors")
+    assert hub.asked == []
+
+
 def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +343,18 @@ def test_names_of_an_index_are_checked_before_anything_is_fetched(
     with pytest.raises(UserError, match="the index names"):
         open_checkpoint("org/model")
     assert len(asked) == 1, "small files alone"
+
+
+def test_what_is_not_here_is_said_to_be_downloaded_but_for_one_small_file(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
+    assert hub.asked == ["generation_config.json"]
+    monkeypatch.setattr(headers, "open_checkpoint", lambda model, on_bytes=None: open_checkpoint(hub.folder))
+    told, models = list[str](), [hub.folder, "org/model"]
+    headers.fetch(models, list(map(headers.open_headers, models)), told.append)
+    assert told == ["downloading org/model"]
 
 
 OFFLINE = """

@@ -1,27 +1,41 @@
 """A model is taken for the same where its weights are the same to the last byte, and for another where anything is."""
 
 import json
+import os
+import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flipping import flip
+from gguf_files import write_gguf
+from quantised import RECIPES, save_quantised
 from safetensors.torch import load_file, save_file
 from tiny import Pair
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
-from offload.checkpoint.identity import ModelIdentity, identity_of, proved, same_model
+from offload.checkpoint.identity import PARTS, ModelIdentity, identity_of, proved, same_model
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.open import open_checkpoint, open_headers
+from offload.cli.batch_file import ResultsFile
+from offload.distributed.join import require_same_weights
+from offload.engine import session
 from offload.engine.identities import Identities
-from offload.errors import ReadError
+from offload.engine.session import check_session
+from offload.errors import ReadError, UserError
+from offload.planning.profile import Identity as ProfileIdentity
+from offload.planning.profile import Machine, require_same_run
+from offload.sampling_options import Sampling
 from offload.streaming import summing
 from offload.streaming.summing import BlockSum, with_sum
 
@@ -91,6 +105,15 @@ def test_what_a_text_depends_on_beside_weights_is_named(change: str, folder: Pat
     assert same_model(summed(folder), summed(other)) == words
 
 
+def test_names_of_places_and_other_files_are_no_difference(folder: Path) -> None:
+    other = copy_of(folder)
+    set_json(other, "config.json", _name_or_path="elsewhere", transformers_version="9")
+    set_json(other, "tokenizer_config.json", name_or_path="elsewhere")
+    set_json(other, "generation_config.json", temperature=0.5)  # part of a request
+    (other / "README.md").write_text("words")
+    assert same_model(summed(folder), summed(other)) == ""
+
+
 @pytest.mark.parametrize("is_tuned", [False, True])
 def test_another_model_of_the_same_shapes_is_told_at_start(is_tuned: bool, folder: Path, tmp_path: Path) -> None:
     """A fine-tune of one matrix, too."""
@@ -135,6 +158,12 @@ def test_a_copy_is_the_same_once_all_is_read_and_the_next_time_at_once(
     assert not identity(other).has_sum, "what is kept is of the files as they were"
 
 
+def test_what_was_never_summed_is_no_copy(folder: Path) -> None:
+    told = identity(folder)
+    mine = Identities(ModelFiles(open_checkpoint(copy_of(folder)), None))
+    assert mine.difference(told) == "nothing proves that the weights are the same"
+
+
 @pytest.mark.parametrize(
     ("told", "mine", "is_same"),
     [
@@ -162,6 +191,14 @@ def test_a_file_that_has_gone_or_changed_is_one_line(name: str, folder: Path) ->
     (folder / name).unlink()
     with pytest.raises(ReadError, match=rf"reading .*{name} failed: No such file"):
         identity_of(checkpoint)
+
+
+@pytest.mark.parametrize("told", [None, 5, [], {}, {"weights": "a"}, {"proofs": {}}, {**dict.fromkeys(PARTS, "a")}])
+def test_what_is_no_identity_is_none(told: Any) -> None:
+    assert ModelIdentity.parse(told) is None
+    assert ModelIdentity.parse({**dict.fromkeys(PARTS, "a"), "proofs": {"xxh3": 5}}) is None
+    good = ModelIdentity(dict.fromkeys(PARTS, "a"), {"xxh3": "b"})
+    assert ModelIdentity.parse(json.loads(json.dumps(good.as_dict()))) == good
 
 
 # The sum of all bytes
@@ -200,15 +237,164 @@ def test_the_sum_does_not_depend_on_how_it_was_read(folder: Path) -> None:
     assert total.result == whole
 
 
-def test_no_structure_of_an_edit_hides_it(folder: Path) -> None:
-    """Blocks that change places, and two bits that would cancel out in a sum of columns."""
-    checkpoint, size = open_checkpoint(folder), summing._HASHED_BYTES
-    content = bytes_of(checkpoint)
-    moved, flipped = content.copy(), content.copy()
-    moved[size : 2 * size], moved[2 * size : 3 * size] = content[2 * size : 3 * size], content[size : 2 * size]
-    flipped[[5 * BLOCK_BYTES + 7, 6 * BLOCK_BYTES + 7]] ^= 0x80
-    sums = [sum_of(checkpoint, one, [(0, len(one))]) for one in (content, moved, flipped)]
-    assert len(content) > 3 * size and len(set(sums)) == 3 and None not in sums
+Rows = np.ndarray  # bytes of a matrix, (rows, bytes a row)
+Edit = Callable[[Rows, int, np.random.Generator], None]
+
+
+def _negate_column(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    """As a tool folds a sign into weights: the top bit of a column's numbers, an even number of them."""
+    at = int(draws.integers(rows.shape[1] // item_bytes)) * item_bytes + item_bytes - 1
+    rows[: len(rows) // 2 * 2, at] ^= 0x80
+
+
+def _scale_column(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    at = int(draws.integers(rows.shape[1] // item_bytes)) * item_bytes + item_bytes - 1
+    rows[:, at] += 1
+
+
+def _exchange_rows(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    first, second = draws.choice(len(rows), 2, replace=False)
+    rows[[first, second]] = rows[[second, first]]
+
+
+def _exchange_columns(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    first, second = draws.choice(rows.shape[1], 2, replace=False)
+    rows[:, [first, second]] = rows[:, [second, first]]
+
+
+def _flip_pair(rows: Rows, item_bytes: int, draws: np.random.Generator) -> None:
+    """The top bits of two words, a whole number of sectors apart where the matrix is so large."""
+    raw = rows.reshape(-1)
+    first = int(draws.integers(len(raw) // 8)) * 8 + 7
+    apart = BLOCK_BYTES * int(draws.integers(1, 9))
+    second = (first + (apart if apart < len(raw) // 2 else 8)) % len(raw)
+    raw[[first, second]] ^= 0x80
+
+
+EDITS: tuple[Edit, ...] = (_negate_column, _scale_column, _exchange_rows, _exchange_columns, _flip_pair)
+FORMATS = ("float32", "bfloat16", "gguf", *(name for name in RECIPES if name != "mxfp4"))[:10]
+
+
+def _stored(name: str, tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 131}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    plain = tmp_path / "plain"
+    if name == "gguf":
+        config.save_pretrained(plain)
+        return write_gguf(config, plain / "model.gguf", "Q8_0").path.parent
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    LlamaForCausalLM(config).to(dtype).save_pretrained(plain)
+    if name in RECIPES:
+        return save_quantised(plain, name, tmp_path / name, max_shard_size="1GB").directory
+    return plain
+
+
+@pytest.fixture
+def edited(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Checkpoint, Iterator[np.ndarray]]:
+    """A stored model, and twenty others that an edit makes of it, to some of which sums of columns are blind."""
+    name = request.param
+    checkpoint = open_headers(_stored(name, tmp_path))
+    (path,) = checkpoint.shards
+    return checkpoint, _edits(checkpoint, np.fromfile(path, np.uint8), 4 if name == "float32" else 2)
+
+
+def _edits(checkpoint: Checkpoint, content: np.ndarray, item_bytes: int) -> Iterator[np.ndarray]:
+    draws = np.random.default_rng(51)
+    large = sorted(
+        {(entry.lo, entry.hi, len(entry.shape) and entry.shape[0]) for _, entry in checkpoint.stored_entries}
+    )
+    large = [(lo, hi, num_rows) for lo, hi, num_rows in large if hi - lo >= 4 * BLOCK_BYTES and num_rows > 1]
+    for turn in range(18):
+        lo, hi, num_rows = large[int(draws.integers(len(large)))]
+        other = content.copy()
+        num_rows = num_rows if (hi - lo) % num_rows == 0 else 1
+        EDITS[turn % len(EDITS)](other[lo:hi].reshape(num_rows, -1), item_bytes, draws)
+        assert (other != content).any()
+        yield other
+    (first_lo, first_hi), (second_lo, second_hi) = _twins(checkpoint)
+    moved = content.copy()
+    moved[first_lo:first_hi], moved[second_lo:second_hi] = content[second_lo:second_hi], content[first_lo:first_hi]
+    yield moved
+    lo = -(-large[0][0] // BLOCK_BYTES) * BLOCK_BYTES
+    turned = content.copy()
+    turned[lo : lo + 2 * BLOCK_BYTES] = np.roll(content[lo : lo + 2 * BLOCK_BYTES], BLOCK_BYTES)
+    yield turned
+
+
+def _twins(checkpoint: Checkpoint) -> list[tuple[int, int]]:
+    """Where the largest matrices of both layers lie that have one name."""
+    by_name = {name: (entry.lo, entry.hi) for name, entry in checkpoint.stored_entries if entry.num_bytes > 256}
+    name = next(own for own in sorted(by_name) if re.search(r"(layers|blk)\.0\..*(q_proj|attn_q)", own))
+    return [by_name[name], by_name[re.sub(r"\.0\.", ".1.", name, count=1)]]
+
+
+@pytest.mark.parametrize("edited", FORMATS, indirect=True)
+def test_no_structure_of_an_edit_hides_it(edited: tuple[Checkpoint, Iterator[np.ndarray]]) -> None:
+    checkpoint, others = edited
+    content = np.fromfile(checkpoint.shards[0], np.uint8)
+    sums = [sum_of(checkpoint, one, [(0, len(one))]) for one in (content, *others)]
+    assert len(set(sums)) == 21 and None not in sums
+
+
+def _doors(told: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint], object]]:
+    """Return what goes on with another run's results, session, weights or profile, or raises `UserError`."""
+    machine = Machine(cpu="a", num_cores=1, torch="2", dtype="float32", device="cpu")
+
+    def results(checkpoint: Checkpoint) -> None:
+        kept = ResultsFile("o.jsonl", print)
+        parsed = ModelIdentity.parse(json.loads(json.dumps(told.as_dict())))
+        assert parsed is not None
+        kept.models = {1: parsed}
+        kept.require(Identities(ModelFiles(checkpoint, None)).difference)
+
+    def gone_on_with(checkpoint: Checkpoint) -> None:
+        identities = Identities(ModelFiles(checkpoint, None), dtype="float32")
+        check_session(session, identities, SimpleNamespace(context=99))  # type: ignore[arg-type]
+
+    def ranks(checkpoint: Checkpoint) -> None:
+        mine = identity_of(checkpoint)
+        require_same_weights([told.proofs, mine.proofs], is_final=False)
+        if not proved(told.proofs, mine.proofs):
+            require_same_weights([told.proofs, with_sum(checkpoint, mine).proofs], is_final=True)
+
+    def profile(checkpoint: Checkpoint) -> None:
+        greedy = Sampling()
+        mine = replace(
+            ProfileIdentity.from_models(checkpoint, checkpoint, greedy, "match", machine),
+            proofs=dict.fromkeys(("target", "draft"), with_sum(checkpoint, identity_of(checkpoint)).proofs),
+        )
+        made = replace(mine, target=told.digest, draft=told.digest, proofs=dict.fromkeys(mine.proofs, told.proofs))
+        require_same_run(SimpleNamespace(identity=made), mine, Path("p.json"))  # type: ignore[arg-type]
+
+    return {"results": results, "session": gone_on_with, "ranks": ranks, "profile": profile}
+
+
+@pytest.mark.parametrize("edited", FORMATS, indirect=True)
+def test_no_edit_passes_a_door(edited: tuple[Checkpoint, Iterator[np.ndarray]], tmp_path: Path) -> None:
+    """In place and with the old times, as archives have them: twenty of each of ten formats."""
+    checkpoint, others = edited
+    (path,), folder = checkpoint.shards, checkpoint.directory
+    before = path.stat()
+    told = with_sum(checkpoint, identity_of(checkpoint))
+    notes = {"target": json.dumps(told.as_dict()), "target_dtype": "float32", "draft": "", "draft_dtype": ""}
+    notes |= {"format": session._FORMAT, "messages": "null", "num_turns": "0"}
+    session.write_tensors(tmp_path / "kept", notes, {"tokens": torch.arange(4)})
+    doors = _doors(told, tmp_path / "kept")
+    for open_door in doors.values():
+        open_door(open_headers(folder))
+    accepted = []
+    for number, other in enumerate(others):
+        with path.open("r+b") as file:
+            file.write(other.tobytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        now = path.stat()
+        assert (now.st_ino, now.st_size, now.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+        for name, open_door in doors.items():
+            with suppress(UserError):
+                open_door(open_headers(folder))
+                accepted.append((name, number))
+    assert number == 19 and not accepted
 
 
 def test_equal_times_of_an_archive_do_not_hide_another_model(folder: Path) -> None:

@@ -3,8 +3,10 @@
 Invariant: a folder that is not whole never has the name that was asked for.
 """
 
+import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections import namedtuple
@@ -17,16 +19,22 @@ import pytest
 import torch
 from flipping import flip
 from refusals import contents, join
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
 import offload
+from offload.checkpoint.files import MANIFEST
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.safetensors import read_header
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding import residuals
-from offload.errors import UserError
+from offload.encoding.exponents import Exponents, ExponentWindow
+from offload.errors import ReadError, UserError
 from offload.packing import format as packed_writing
 from offload.packing import pack as module
+from offload.packing.folders import check_pack
+from offload.packing.forecast import by_expert
 from offload.packing.format import read_packed
 from offload.packing.pack import verify
 
@@ -114,6 +122,32 @@ def test_anything_that_a_file_may_hold_comes_back(dtype: torch.dtype, tmp_path: 
     assert sums(tmp_path / "back") == sums(folder)
 
 
+def test_of_two_tensors_with_one_name_the_index_tells_which_is_meant(model: Path, tmp_path: Path) -> None:
+    index = model / "model.safetensors.index.json"
+    placed = json.loads(index.read_text())["weight_map"]
+    name = next(name for name, file in placed.items() if file == min(placed.values()))
+    last = model / max(placed.values())
+    save_file({**load_file(last), name: load_file(model / placed[name])[name] + 1}, last)
+    pack(model, tmp_path / "packed")
+    found = json.loads((tmp_path / "packed" / index.name).read_text())["weight_map"]
+    files = {found[stored] for stored in found if stored.startswith(name)}
+    assert {read_packed(tmp_path / "packed" / file).origin.file for file in files} == {placed[name]}
+    assert open_checkpoint(tmp_path / "packed").tensors.keys() == open_checkpoint(model).tensors.keys()
+
+
+def test_other_tools_can_tell_what_a_file_is_and_a_layer_is_one_run_of_it(model: Path, packed: Path) -> None:
+    weight_map = json.loads((packed / "model.safetensors.index.json").read_text())["weight_map"]
+    for path in packed.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["format"] == "offload.packed" and file.metadata()["version"] == "1"
+            assert json.loads(file.metadata()["origin"])["file"] in {one.name for one in model.iterdir()}
+            assert all(weight_map[name] == path.name for name in file.keys())  # noqa: SIM118
+        entries = sorted(read_header(path).tensors.items(), key=lambda item: item[1].lo)
+        is_code = [name.endswith(".code") for name, _ in entries]
+        assert is_code == sorted(is_code), "companions lie behind all words"
+        assert all(entry.lo % 32 == 0 for name, entry in entries if name.endswith(".mantissas"))
+
+
 def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack(model, tmp_path / "whole")
     write, written = packed_writing.write_packed, list[str]()
@@ -137,8 +171,45 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
     assert len(written) == 3 + whole.num_files - kept, "what is whole is not written again"
 
 
+def test_a_packing_goes_on_that_was_cut_elsewhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another version: what it has left is no part of the model."""
+    whole = pack(model, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_PORTION_BYTES", 20_000)
+        patch.setattr(module, "_write_index", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pack(model, tmp_path / "packed")
+    assert pack(model, tmp_path / "packed").num_files == whole.num_files
+    assert sums(tmp_path / "packed") == sums(tmp_path / "whole")
+    verify(tmp_path / "packed", progress=silent)
+
+
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def wrong_coders(patch: pytest.MonkeyPatch) -> None:
+    encode = packed_writing.encode_exponents
+
+    def wrong(weight_N, top, width):
+        words = encode(weight_N, top, width)
+        words.mantissa_N[len(weight_N) // 2] ^= 1
+        return words
+
+    patch.setattr(packed_writing, "encode_exponents", wrong)
+
+
+@pytest.mark.parametrize(("plant", "told"), [
+    (lambda patch: patch.setattr("offload.packing.format.os.fsync", interrupt), pytest.raises(KeyboardInterrupt)),
+    (wrong_coders, pytest.raises(UserError, match="does not decode to what was packed")),
+], ids=["dies", "codes wrongly"])  # fmt: skip
+def test_what_ends_within_a_file_leaves_none(
+    plant: Callable[[pytest.MonkeyPatch], None], told: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with told:
+        pack(model, tmp_path / "packed")
+    assert [path.name for path in (tmp_path / "packed.unfinished").iterdir()] == ["offload_pack.json"]
 
 
 def test_a_source_that_changed_in_between_is_noticed(
@@ -160,6 +231,64 @@ def test_a_source_that_changed_in_between_is_noticed(
     assert shard.stat().st_mtime_ns == before.st_mtime_ns
     with pytest.raises(UserError, match=told):
         pack(model, tmp_path / "packed")
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_after(path: Path, portion: packed_writing.Portion, count: object) -> None:
+        packed_writing.write_packed(path, portion, count)
+        damage(portion.path, -1)
+
+    monkeypatch.setattr(module, "write_packed", change_after)
+    with pytest.raises(ReadError, match="changed while it was packed"):
+        pack(model, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_source_that_grows_before_it_is_cut_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_then_touch(*given: Any) -> Any:
+        checkpoint = check_pack(*given)
+        damage(checkpoint.shards[0], -1)
+        return checkpoint
+
+    monkeypatch.setattr(module, "check_pack", check_then_touch)
+    with pytest.raises(ReadError, match="changed while it was packed"):
+        pack(model, tmp_path / "packed")
+
+
+def test_a_stack_of_a_type_that_is_not_known_stays_whole() -> None:
+    odd = {"model.layers.0.mlp.experts.down_proj": TensorEntry(0, "F4", (4, 3, 5), 0, 30)}
+    assert by_expert(odd) == odd
+
+
+def test_a_config_that_changes_meanwhile_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def cutting(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+        def cut_after(*given: Any) -> Any:
+            os.truncate(folder / "config.json", 9)
+            return function(*given)
+
+        return cut_after
+
+    config, packed, back = (model / "config.json").read_bytes(), tmp_path / "packed", tmp_path / "back"
+    told = "config.json changed while it was to be copied"
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=told):
+        patch.setattr(module, "write_packed", cutting(model, module.write_packed))
+        pack(model, packed)
+    (model / "config.json").write_bytes(config)
+    pack(model, packed)
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=told):
+        patch.setattr(module, "write_original", cutting(packed, module.write_original))
+        unpack(packed, back)
+    assert not back.exists()
+    (packed / "config.json").write_bytes(config)
+    unpack(packed, back)
+    assert (back / "config.json").read_bytes() == config == (packed / "config.json").read_bytes()
 
 
 def place_of(folder: Path, suffix: str) -> tuple[Path, int]:
@@ -187,6 +316,9 @@ def beside(tmp_path: Path) -> Path:
     return pack(model, tmp_path / "beside", beside="int4").folder
 
 
+RESIDUAL = (*residuals.WORDS, *residuals.COMPANIONS)
+
+
 def test_a_matrix_beside_its_copy_comes_back_whatever_it_holds(tmp_path: Path) -> None:
     """All patterns, zeros alone, fewer rows than a tile; what the copy has no groups for stays by itself."""
     folder = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "dense", max_shard_size="1GB")
@@ -207,6 +339,16 @@ def test_a_matrix_beside_its_copy_comes_back_whatever_it_holds(tmp_path: Path) -
     assert sums(tmp_path / "back") == sums(folder)
 
 
+@pytest.mark.parametrize("suffix", RESIDUAL)
+def test_a_damaged_byte_beside_a_copy_is_found(suffix: str, beside: Path, tmp_path: Path) -> None:
+    damage(*place_of(beside, suffix))
+    with pytest.raises(UserError, match=r"pack the model again$"):
+        verify(beside, progress=silent)
+    with pytest.raises(UserError, match=r"pack the model again; "):
+        unpack(beside, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
 @pytest.mark.parametrize("suffix", residuals.COMPANIONS)
 def test_a_run_beside_another_copy_is_refused(suffix: str, beside: Path) -> None:
     """One code or one scale of another model is enough, though it runs as well."""
@@ -214,6 +356,24 @@ def test_a_run_beside_another_copy_is_refused(suffix: str, beside: Path) -> None
     for draft in (None, "self:int4"):
         with pytest.raises(UserError, match=r"it was damaged, pack the model again"):
             offload.load(str(beside), draft, context=64)
+
+
+def test_what_is_asked_beside_must_be_possible(model: Path, beside: Path, tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    half = save(build(FAMILIES["llama"]()).bfloat16().half(), tmp_path / "half")
+    for source, how, told in (
+        (dense, "nf4", "must be int4, got 'nf4'"),
+        (model, "int4", "fused experts"),
+        (half, "int4", "needs matrices in bfloat16"),
+        (beside, "int4", "is packed already"),
+    ):
+        with pytest.raises(UserError, match=told):
+            pack(source, tmp_path / "other", beside=how)
+        assert not (tmp_path / "other").exists()
+    with pytest.raises(UserError, match="was packed beside int4, not by itself: choose another folder"):
+        pack(dense, beside)
+    with pytest.raises(UserError, match="has 4 bits, got `draft` self:int8: give self:int4"):
+        offload.load(str(beside), "self:int8")
 
 
 def test_a_file_that_is_missing_or_cut_is_found(packed: Path, tmp_path: Path) -> None:
@@ -225,6 +385,23 @@ def test_a_file_that_is_missing_or_cut_is_found(packed: Path, tmp_path: Path) ->
     first.unlink(), second.unlink()
     with pytest.raises(UserError, match="not the whole: pack the model again"):
         unpack(packed, tmp_path / "back")
+
+
+def test_tensors_that_look_better_than_they_are_stay_plain(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a sample misleads."""
+    monkeypatch.setattr(module, "window_of", lambda *_: ExponentWindow(3, 4, 12.0))
+    pack(model, tmp_path / "packed")
+    assert not any(entry.coded for entry in open_checkpoint(tmp_path / "packed").tensors.values())
+    unpack(tmp_path / "packed", tmp_path / "back")
+    assert sums(tmp_path / "back") == sums(model)
+
+
+def test_narrow_exponents_take_eleven_bits(tmp_path: Path) -> None:
+    pack(save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "model"), tmp_path / "packed")
+    codings = [one.coded.coding for one in open_checkpoint(tmp_path / "packed").tensors.values() if one.coded]
+    assert {coding.width for coding in codings if isinstance(coding, Exponents)} == {3}
 
 
 @pytest.mark.parametrize(("dtype", "words"), [
@@ -259,6 +436,36 @@ def test_folders_that_are_in_the_way_are_refused(model: Path, tmp_path: Path) ->
         unpack(elsewhere, tmp_path / "back")
     shutil.rmtree(elsewhere), shutil.rmtree(packed)
     assert contents(tmp_path) == before
+
+
+def test_what_lies_in_a_folder_of_that_name_is_left_alone(model: Path, tmp_path: Path) -> None:
+    """Hidden or not; a file under way, of a packing that was killed, is removed."""
+    (tmp_path / "packed.unfinished").mkdir()
+    (tmp_path / "packed.unfinished" / ".diary.txt").write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"packed\.unfinished holds files already"):
+        pack(model, tmp_path / "packed")
+    assert contents(tmp_path) == before
+    (tmp_path / "packed.unfinished" / ".diary.txt").rename(tmp_path / "packed.unfinished" / ".x.json.12-0a1b2c3d")
+    assert not list(pack(model, tmp_path / "packed").folder.glob(".*"))
+
+
+@pytest.mark.parametrize("step", ["replace", "unlink"])
+def test_an_unpacking_that_fails_in_its_last_steps_goes_on(
+    step: str, model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back, does = tmp_path / "back", getattr(Path, step)
+
+    def refuse(path: Path, *given: Any, **how: Any) -> Any:
+        if path.name == "back.unfinished" or path == back / MANIFEST:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return does(path, *given, **how)
+
+    with monkeypatch.context() as patch, pytest.raises((UserError, OSError), match="Input/output error"):
+        patch.setattr(Path, step, refuse)
+        unpack(packed, back)
+    assert unpack(packed, back) == back
+    assert sums(back) == sums(model) and not (tmp_path / "back.unfinished").exists()
 
 
 def test_a_disk_that_is_too_small_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +512,21 @@ def rewrite_header(path: Path, rewrite: Callable[[dict[str, Any]], None]) -> Non
     header = json.loads(raw[8 : 8 + size])
     rewrite(header)
     path.write_bytes(join(json.dumps(header).encode(), raw[8 + size :]))
+
+
+@pytest.mark.parametrize(("suffix", "dtype", "shape"), [
+    (".code", "U8", lambda count: [8 * count]), (".mantissas", "I16", lambda count: [count // 2])
+], ids=["code", "mantissas"])  # fmt: skip
+def test_parts_of_another_type_are_refused(
+    suffix: str, dtype: str, shape: Callable[[int], list[int]], packed: Path
+) -> None:
+    def rewrite(header: dict[str, Any]) -> None:
+        own = next(entry for name, entry in header.items() if name.endswith(suffix))
+        own |= {"dtype": dtype, "shape": shape(math.prod(own["shape"]))}
+
+    rewrite_header(min(packed.glob("*.safetensors")), rewrite)
+    with pytest.raises(UserError, match="packed as by another version"):
+        verify(packed, progress=silent)
 
 
 LACKS = "lacks what unpacking needs"
