@@ -236,8 +236,8 @@ def test_a_source_that_changed_in_between_is_noticed(
 def test_a_source_that_changes_meanwhile_is_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def change_after(path: Path, portion: packed_writing.Portion, count: object) -> None:
-        packed_writing.write_packed(path, portion, count)
+    def change_after(path: Path, portion: packed_writing.Portion, *given: Any) -> None:
+        packed_writing.write_packed(path, portion, *given)
         damage(portion.path, -1)
 
     monkeypatch.setattr(module, "write_packed", change_after)
