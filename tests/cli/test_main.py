@@ -155,6 +155,8 @@ def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper
     if command == "plan --json -m" and has_cuda_driver():
         pytest.skip("a card has to be asked, which torch does")
     model = [looper] if command.endswith("-m") else []
+    if model:
+        shell(*command.split(), *model)  # what its layers are is asked of torch once, and kept
     outcome = process(*command.split(), *model, python=("-c", LISTS_IMPORTS), is_cold=True)
     assert outcome.code == 0 and outcome.err == "\n" and outcome.out
 

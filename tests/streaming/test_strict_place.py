@@ -35,6 +35,7 @@ from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.engine.request import Request
 from offload.model.cuda_graphs import Graphs, Work
+from offload.model.headers import describe
 from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
 from offload.sampling import sampler as sampling
@@ -336,6 +337,8 @@ def write(step: Step, counted: Counted, base: Path, patch: pytest.MonkeyPatch) -
     prompt = prompts()[1]
     if step.options.get("lookup"):
         prompt = prompt * 2
+    for model in (target, draft):
+        describe(model)  # is kept: the pass without numbers is none of the card's
     with counted.card, offload.load(target, draft, tree=step.tree, rule=step.rule, **how) as decoder:
         drafter = getattr(decoder.drafter, "_model", decoder.drafter)  # beside guesses, or by itself
         for model in (decoder.target._model, drafter.model):
