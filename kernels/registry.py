@@ -3,7 +3,7 @@
 A kernel is used where it runs and agrees with what runs without it (`calibration.kernels`).
 Invariant: the fields are named like the files in kernels/, and any set of them gives the same
 results up to rounding: noise to 1e-13, attention to 2e-2 in half precision and 1e-3 in float32;
-draws follow these, and moved rows are equal.
+draws follow these, moved rows are equal, and products of 4-bit words agree to 2e-2.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from offload.kernels.draw_without_replacement import (
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel
+from offload.kernels.multiply_int4 import multiply_int4_kernel
 from offload.kernels.path_attention import path_attention_kernel
 from offload.kernels.rms_norm import rms_norm_kernel
 
@@ -28,11 +29,12 @@ class KernelSet(NamedTuple):
     keyed_gumbel: Callable[..., Tensor]
     draw_without_replacement: Callable[..., Tensor]
     kv_commit: Callable[..., None]
-    # Without these, rows that a walk visits are drawn one by one, masks are dense, and norms are
-    # transformers' own operations.
+    # Without these, rows that a walk visits are drawn one by one, masks are dense, norms are
+    # transformers' own operations, and 4-bit weights are expanded for every pass.
     match_rows: Callable[..., Tensor] | None = None
     path_attention: Callable[..., Tensor] | None = None
     rms_norm: Callable[..., Tensor] | None = None
+    multiply_int4: Callable[..., Tensor] | None = None
 
 
 REFERENCES = KernelSet(
@@ -45,4 +47,5 @@ KERNELS = KernelSet(
     match_rows_kernel,
     path_attention_kernel,
     rms_norm_kernel,
+    multiply_int4_kernel,
 )

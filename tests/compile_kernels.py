@@ -23,10 +23,12 @@ from no_gpu import tell_compiled
 from torch import Tensor
 
 from offload.bench.gpu.samples import samples
+from offload.kernels import multiply_int4
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expand_exponents import expand_exponents_kernel
 from offload.kernels.expansion import EXPANSION_KERNELS
+from offload.kernels.int4_blocks import WordLayout
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
@@ -78,6 +80,20 @@ def commit(length: int, num_rows: int) -> None:
     kv_commit_kernel([torch.zeros(1, 8, 300, 128, dtype=torch.bfloat16)] * 2, length, torch.arange(num_rows))
 
 
+def product(num_rows: int, num_columns: int, width: int, group: int, dtype: torch.dtype) -> None:
+    scale_GN2 = torch.zeros(width // group, num_columns, 2, dtype=dtype)
+    word_NK = torch.zeros(num_columns, width // 2, dtype=torch.uint8)
+    layout = WordLayout(64, has_product=False)
+    multiply_int4.multiply_int4_kernel(torch.zeros(num_rows, width, dtype=dtype), word_NK, scale_GN2, layout)
+
+
+def sum_parts(num_rows: int, num_columns: int, num_parts: int, dtype: torch.dtype) -> None:
+    """The second kernel of a product, which the first keeps from being started."""
+    out_MN = torch.zeros(num_rows, num_columns, dtype=dtype)
+    sum_PMN = torch.zeros(num_parts, num_rows, num_columns)
+    multiply_int4._sum_parts[(1,)](out_MN, sum_PMN, out_MN.numel(), num_parts, BLOCK=multiply_int4._SUMMED)
+
+
 def match(seed: int, temperature: float) -> None:
     logits_NV: Tensor = torch.zeros(3, 32000, dtype=torch.bfloat16)
     match_rows_kernel(logits_NV, torch.arange(3), seed, temperature=temperature)
@@ -105,6 +121,11 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (draw_without_replacement_kernel, [(DISTRIBUTION, 20, 3, 100), (DISTRIBUTION, 1, 4, 0), (DISTRIBUTION, 16, 5, 16)]),
     (norm, [(1, 8192), (768, 8192), (2048, 8192)]),
     (norm, [(1, 128), (6144, 128)]),
+    *(
+        (product, [(*size, group, dtype) for size in ((16, 8192, 8192), (1, 64, group), (7, 1088, 320))])
+        for group, dtype in ((64, torch.bfloat16), (32, torch.bfloat16), (64, torch.float16))
+    ),
+    *((sum_parts, [(16, 8192, 8, dtype), (1, 64, 1, dtype)]) for dtype in (torch.bfloat16, torch.float16)),
     (commit, [(7, 5), (16, 7), (1, 8)]),
     (attention, [(64, 77, 64, None), (64, 1, 0, None), (64, 16, 128, None), (64, 2048, 192, None)]),
     (attention, [(64, 77, 64, 50), (64, 64, 0, 64)]),

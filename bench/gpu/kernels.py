@@ -16,7 +16,8 @@ import typer
 from offload.bench.gpu.samples import samples
 from offload.bench.harness.command import Bench, command
 from offload.bench.harness.tables import Column, Row, say_table
-from offload.calibration.kernels import Shapes, comparisons
+from offload.calibration.kernel_shapes import Shapes
+from offload.calibration.kernels import comparisons
 from offload.calibration.trial import KernelComparison, compare
 from offload.errors import UserError
 from offload.kernels.expansion import EXPANSION_KERNELS, REFERENCE

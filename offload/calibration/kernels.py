@@ -9,128 +9,27 @@ agrees with the reference at every shape; the bench times the very functions tha
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.calibration.kernel_shapes import VISITED, Shapes
 from offload.calibration.trial import KernelChoice, KernelComparison, choose, compare
-from offload.checkpoint.sizes import config_sizes, head_dim
+from offload.kernels.int4_blocks import WordLayout
 from offload.kernels.kv_commit import MAX_ROWS
 from offload.kernels.match_rows import match_rows_reference
-from offload.kernels.path_attention import PathRows, ScoreTerms, Window
+from offload.kernels.multiply_int4 import multiply_int4_reference
+from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.kernels.registry import KERNELS, REFERENCES, KernelSet
-from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
-from offload.memory.plan import MemoryPlan
-from offload.model.norms import find_norms
+from offload.kernels.rms_norm import rms_norm_reference
 from offload.model.path_attention import path_attention, path_rows
-from offload.model.tree_model import TreeModel
-from offload.sampling_options import Sampling
 from offload.streaming.device import Device
 from offload.trees.token_tree import ancestors
 from offload.trees.topology import k_ary
 
-# rows of an attention that is compared: other sizes run the same code
-_COMPARED_NODES = 40
-_COMPARED_PREFIX = 100
-# slots of a cache: a commit of a path touches no more of them
-_NUM_SLOTS = 64
-# rows that a walk looks at in a step that yields seven tokens
-VISITED = 7
 # rows that commits are rounded up to
 _PATHS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
-
-
-class Heads(NamedTuple):
-    """The attention of one model and its cache, as far as they change a kernel's code."""
-
-    num_heads: int = 64
-    num_groups: int = 8
-    width: int = 128
-    value_width: int = 128
-    dtype: torch.dtype = torch.bfloat16
-    windows: tuple[Window, ...] = (None,)
-    cap: float | None = None
-    has_sinks: bool = False
-
-
-class Norm(NamedTuple):
-    """One kind of norm that a model has."""
-
-    width: int
-    form: NormForm = FORMS[0]
-    dtype: torch.dtype = torch.bfloat16
-    has_weight: bool = True
-
-
-class Shapes(NamedTuple):
-    """The shapes that are compared; the defaults are those of a 70B model."""
-
-    # both models' heads, the target's first
-    heads: tuple[Heads, ...] = (Heads(),)
-    num_layers: int = 80
-    num_slots: int = 2048
-    num_nodes: tuple[int, ...] = (1, 64, 768)
-    # rows whose logits are there at once
-    num_scored: tuple[int, ...] = (1, 16, 64, 128)
-    num_prefix: tuple[int, ...] = (128, 1024)
-    vocab_sizes: tuple[int, ...] = (32_000, 128_256)
-    temperatures: tuple[float, ...] = (0.0, 0.7)
-    # nodes whose children are drawn together
-    level_sizes: tuple[int, ...] = (1, 32)
-    path_lengths: tuple[int, ...] = (2, 6, 20)
-    # both models' norms
-    norms: tuple[Norm, ...] = (Norm(8192),)
-
-
-def shapes_of(
-    model: TreeModel, plan: MemoryPlan, sampling: Sampling, draft: TreeModel | None = None
-) -> Shapes:
-    """Return the shapes of these models, and of the logits that memory was planned for."""
-    models = [candidate for candidate in (model, draft) if candidate is not None]
-    return Shapes(
-        heads=tuple(dict.fromkeys(map(_heads_of, models))),
-        num_layers=model.num_layers,
-        num_slots=_NUM_SLOTS,
-        num_nodes=(_COMPARED_NODES,),
-        num_scored=(plan.num_logits_rows,),
-        num_prefix=(_COMPARED_PREFIX,),
-        vocab_sizes=(model.vocab_size,),
-        temperatures=(sampling.temperature,),
-        level_sizes=(min(32, plan.num_nodes),),
-        path_lengths=(VISITED,),
-        norms=tuple(dict.fromkeys(norm for each_model in models for norm in _norms_of(each_model))),
-    )
-
-
-def _heads_of(model: TreeModel) -> Heads:
-    sizes = config_sizes(model.checkpoint)
-    config = model.meta_model.config
-    num_heads = sizes.get("num_attention_heads", 1)
-    width = head_dim(sizes)
-    # latent attention: queries have a part that turns and one that does not
-    if "v_head_dim" in sizes:
-        width = sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0) or width
-    return Heads(
-        num_heads,
-        num_heads if "v_head_dim" in sizes else sizes.get("num_key_value_heads", num_heads),
-        width,
-        sizes.get("v_head_dim", width),
-        model.dtype,
-        tuple(model.windows),
-        getattr(config, "attn_logit_softcapping", None),
-        any(name.endswith("sinks") for name, _ in model.meta_model.named_parameters()),
-    )
-
-
-def _norms_of(model: TreeModel) -> Iterator[Norm]:
-    for module, form in find_norms(model.meta_model):
-        # norms without a weight are those of queries and keys
-        weight = getattr(module, "weight", None)
-        width = _heads_of(model).width if weight is None else weight.shape[0]
-        yield Norm(width, form, model.dtype, weight is not None)
-
-
 NO_KERNELS = KernelChoice(REFERENCES)
 
 
@@ -149,6 +48,7 @@ def comparisons(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
     yield from _attention(shapes, device)
     yield from _matches(shapes, device)
     yield from _commits(shapes, device)
+    yield from _products(shapes, device)
 
 
 def _random(device: str, *shape: int) -> Tensor:
@@ -301,3 +201,27 @@ def _commits_agree(shapes: Shapes, device: str) -> bool:
         KERNELS.kv_commit(got, 1, row_A)
         agree += map(torch.equal, got, wanted)
     return all(agree)
+
+
+def _products(shapes: Shapes, device: str) -> Iterator[KernelComparison]:
+    for held, num_rows in product(shapes.int4_shapes, shapes.num_drafted):
+        num_columns, width, group, block_rows, dtype = held
+        chance = torch.Generator(device).manual_seed(0)
+        size = (num_columns, width // 2)
+        word_NK = torch.randint(256, size, generator=chance, device=device, dtype=torch.uint8)
+        scale_GN2 = _random(device, width // group, num_columns, 2)
+        # so that products are about 1
+        scale_GN2 = scale_GN2.mul_(0.2 * width**-0.5).to(dtype)
+        row_MK = _random(device, num_rows, width).to(dtype)
+        layout = WordLayout(block_rows, has_product=False)
+        arguments = (row_MK, word_NK, scale_GN2, layout)
+        shape = f"M {num_rows}, {num_columns} x {width}, groups of {group}"
+        yield _alike(
+            "multiply_int4",
+            shape,
+            multiply_int4_reference,
+            arguments,
+            row_MK[-1:],
+            rtol=2e-2,
+            atol=2e-2,
+        )

@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
+from offload.calibration.kernel_shapes import shapes_of
+from offload.calibration.kernels import NO_KERNELS, KernelChoice, choose_kernels
 from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
 from offload.drafting.registry import open_drafter
 from offload.kernels.jit import is_for_kernels
 from offload.memory.plan import MemoryPlan
-from offload.model.cuda_graphs import use_graphs
-from offload.model.norms import set_norm_kernel
+from offload.model.kernel_use import use_kernels
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NOTHING, Costs, Traffic
 from offload.planning.knowledge import Knowledge, RunSettings
@@ -94,10 +94,5 @@ def pick_kernels(
     if not is_for_kernels(device.torch_device):
         return NO_KERNELS
     choice = choose_kernels(shapes_of(target, plan, settings.sampling, draft), device)
-    for model in filter(None, (target, draft)):
-        model.set_attention_kernel(choice.kernels.path_attention)
-        set_norm_kernel(model.meta_model, choice.kernels.rms_norm)
-    if draft is None or draft.torch_device.type != "cuda":
-        return choice
-    note = use_graphs(draft)
+    note = use_kernels(target, draft, choice.kernels, device.torch_device)
     return choice._replace(notes=(note,) if note else ())

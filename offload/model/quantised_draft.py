@@ -1,10 +1,10 @@
 """Matrices of a resident model at 4 or 8 bits, and their products with rows.
 
 Few rows use integer products, which read only the quantised words: at 4 bits our own if the
-processor has the instructions (`kernels/int4_products.py`), else torch's. For many rows a matrix is
-expanded into a shared scratch buffer for a normal product. A trial on the largest matrix finds the
-number of rows from which that is faster. Rounding is to the nearest. Invariant: a layer that was
-taken over keeps nothing of its slab.
+processor has the instructions (`kernels/int4_products.py`), else torch's; on a GPU at 4 bits
+`kernels/multiply_int4.py`. For many rows a matrix is expanded into a shared scratch buffer for a
+normal product. A trial on the largest matrix finds the number of rows from which that is faster on
+a CPU. Rounding is to the nearest. Invariant: a layer that was taken over keeps nothing of its slab.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,6 +29,7 @@ from offload.kernels.int4_blocks import (
     least_step,
 )
 from offload.kernels.int4_products import instructions, int4_rows_product
+from offload.kernels.multiply_int4 import can_multiply
 from offload.model.expanded import ExpandedWeights
 from offload.model.linear import Linear, Products, inner_of
 from offload.model.parameters import ParameterPlace
@@ -41,6 +42,8 @@ _CACHED_ROWS = 256
 _TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_TIMES = 3
 Scratch = Callable[[int], Tensor]
+# `multiply_int4_kernel`, or a function with the same result
+MultiplyInt4 = Callable[[Tensor, Tensor, Tensor, WordLayout], Tensor]
 
 
 class Int4(NamedTuple):
@@ -189,10 +192,20 @@ class HeldWeights:
         self._scratch_B = torch.empty(0, dtype=torch.uint8)
         self._matrices = list[Int4 | Int8]()
         self._most_rows = {4: FEW_ROWS, 8: FEW_ROWS}  # that are multiplied without a scratch
+        self._kernel: MultiplyInt4 | None = None
 
     @property
     def num_bytes(self) -> int:
         return sum(matrix.num_bytes for matrix in self._matrices) + self._scratch_B.nbytes
+
+    def set_kernel(self, kernel: MultiplyInt4 | None) -> None:
+        """Let this kernel multiply few rows where the matrices lie; with None they are expanded."""
+        self._kernel = kernel
+
+    def for_kernel(self) -> list[Int4]:
+        """Return the matrices that a kernel can multiply with."""
+        held = (matrix for matrix in self._matrices if isinstance(matrix, Int4))
+        return [matrix for matrix in held if can_multiply(1, matrix.scale.dtype)]
 
     def take(self, linear: Linear) -> None:
         """Let a module multiply with a matrix that is held here; its own weight goes."""
@@ -248,7 +261,11 @@ class HeldWeights:
     def multiply(self, matrix: Int4 | Int8, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Return rows times the transposed matrix, by whichever way is quicker for as many."""
         row_MK = rows.reshape(-1, rows.shape[-1])
-        if len(row_MK) <= self._most_rows[matrix.bits] and matrix.has_product:
+        is_for_it = can_multiply(len(row_MK), row_MK.dtype)
+        if self._kernel is not None and isinstance(matrix, Int4) and is_for_it:
+            arguments = (row_MK, matrix.word_NK, matrix.scale, matrix.layout)
+            out_MN = self._kernel(*arguments)[:, : matrix.num_rows]
+        elif len(row_MK) <= self._most_rows[matrix.bits] and matrix.has_product:
             out_MN = matrix.product(row_MK)
         else:
             out_MN = matrix.expanded(row_MK, partial(self._room, row_MK))

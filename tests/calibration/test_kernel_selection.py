@@ -20,7 +20,8 @@ import offload
 from offload.calibration import kernels as comparisons
 from offload.calibration import link as device_link
 from offload.calibration import startup
-from offload.calibration.kernels import Heads, KernelChoice, Norm, Shapes, choose_kernels, shapes_of
+from offload.calibration.kernel_shapes import Heads, Int4Shape, Norm, Shapes, shapes_of
+from offload.calibration.kernels import KernelChoice, choose_kernels
 from offload.calibration.trial import ComparisonOutcome, KernelComparison, compare, rows_of, used
 from offload.checkpoint.open import open_checkpoint
 from offload.cli.run_lines import kernel_line
@@ -54,6 +55,11 @@ SMALL = Shapes(
     num_prefix=(8,),
     vocab_sizes=(300,),
     norms=tuple(Norm(48, form, dtype=torch.float16) for form in FORMS),
+    int4_shapes=(
+        Int4Shape(192, 320, dtype=torch.float16),
+        Int4Shape(64, 96, group=32, block_rows=32, dtype=torch.float16),
+    ),
+    num_drafted=(1, 5),
 )
 
 
@@ -189,14 +195,46 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
         result = decoder.generate(prompts()[1], max_new_tokens=6)
         assert result.token_ids == wanted[:6]
         text = decoder.begin([5], Sampling())
-        assert text.sampler.kernels == KERNELS
+        assert text.sampler.kernels == KERNELS._replace(multiply_int4=None), "no draft at 4 bits is there"
         assert {cache._gather for cache in text.caches} == {KERNELS.kv_commit}
         assert decoder.target._model.attend is KERNELS.path_attention
         assert decoder.drafter.model.attend is KERNELS.path_attention
         assert decoder.invariance.holds, "it is free there, and so it is on"
     rows = result.as_dict()["kernels"]
-    assert {row["kernel"] for row in rows} == set(KERNELS._fields)
+    assert {row["kernel"] for row in rows} == set(KERNELS._fields) - {"multiply_int4"}
     assert all(row["is_used"] for row in rows)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter stands in for a card")
+def test_a_draft_at_4_bits_multiplies_by_the_kernel(
+    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """And writes the same text; without a card nothing is compared, and weights are expanded."""
+    target, draft, _ = pair_of("llama", base)
+    place_layers(monkeypatch, *TIERS["pinned"])
+    ids, calls = list[list[int]](), list[int]()
+
+    def multiply(row_MK: torch.Tensor, *words: Any) -> torch.Tensor:
+        calls.append(len(row_MK))
+        assert KERNELS.multiply_int4 is not None
+        return KERNELS.multiply_int4(row_MK, *words)
+
+    monkeypatch.setattr(comparisons, "KERNELS", KERNELS._replace(multiply_int4=multiply))
+    # the others, which are slow here, run in the test above
+    monkeypatch.setattr(comparisons, "comparisons", comparisons._products)
+    for is_card in (False, True):
+        monkeypatch.setattr(startup, "is_for_kernels", lambda place, is_card=is_card: is_card)
+        options = {"dtype": "float16", "draft_dtype": "int4", "context": 128, "tree": "6x2", "threads": 1}
+        with offload.load(target, draft, **options, **BUDGETS) as decoder:
+            num_compared = len(calls)
+            assert bool(num_compared) is is_card
+            result = decoder.generate(prompts()[1], max_new_tokens=6)
+            assert (len(calls) > num_compared) is is_card
+            ids.append(result.token_ids)
+        used_kernels = {row["kernel"] for row in result.as_dict().get("kernels", ()) if row["is_used"]}
+        assert used_kernels == ({"multiply_int4"} if is_card else set())
+    assert ids[0] == ids[1]
 
 
 def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(

@@ -53,11 +53,16 @@ def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     compiled = [json.loads(line) for line in lines]
     names = {row["kernel"] for row in compiled}
     expanding = {"_expand", "_expand_blocks", "_expand_tiles", "_fill_blocks", "expand_row_block"}
-    assert names == {"_attend", "_best_of_chunk", "_candidates", "_fill", "_gather", "_normalize"} | expanding
+    products = {"_multiply_codes", "_sum_parts"}
+    of_states = {"_attend", "_best_of_chunk", "_candidates", "_fill", "_gather", "_normalize"}
+    assert names == of_states | expanding | products
     for row in compiled:
         assert row["shared_bytes"] <= SHARED_KIB[capability] << 10, f"more than such a GPU grants a program: {row}"
     attending = [row for row in compiled if row["kernel"] == "_attend"]
     assert all(row["has_tensor_cores"] for row in attending if not row["is_float32"])
+    multiplying = [row for row in compiled if row["kernel"] in products]
+    assert all(row["has_tensor_cores"] for row in multiplying if row["kernel"] == "_multiply_codes")
+    assert not [row for row in multiplying if row["stack_bytes"]]
     spilling = [row for row in attending if row["stack_bytes"]]
     assert not [row for row in spilling if row["width"] <= 256], spilling
     again = [row for row in compiled if row["is_repeated"]]
