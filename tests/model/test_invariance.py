@@ -159,3 +159,10 @@ def test_layers_that_a_trial_has_cut_off_become_invariant_as_well(base: Path) ->
     multiply = [module for module in model.meta_model.modules() if hasattr(module, "products")]
     assert len(multiply) > 1
     assert all(module.products is invariant for module in multiply)
+
+
+def test_rows_that_are_widened_lie_apart() -> None:
+    """Where the next row does not share a vector of numbers with it, each is computed alone on any processor."""
+    row_TK = torch.randn(3, 13, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wide_TK = InvariantRows((1,)).widen(row_TK)
+    assert torch.equal(wide_TK, row_TK.float()) and wide_TK.stride(0) == 64
