@@ -36,6 +36,7 @@ ALLOWED = {
     ("bench/peers/child.py", "import_module"): "of one of the bench's own peers, which its parent names",
     ("offload/drafting/registry.py", "import_module"): "of the program's own drafters, from a table of constants",
     ("offload/cli/app.py", "import_module"): "of the program's own commands, from a table in the same file",
+    ("bench/chat_pair/make.py", "import_module"): "of the standard library, from a table in the same file",
     ("bench/suite.py", "import_module"): "of the bench's own commands, from a table in the same file",
     ("bench/suite.py", "runpy"): "of the bench's own commands",
     ("bench/suite.py", "run_module"): "of the bench's own commands",
