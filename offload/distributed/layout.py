@@ -31,8 +31,8 @@ class CardLayers:
     def __init__(self, setup: Setup, options: LoadOptions) -> None:
         self._setup = setup
         self._options = options
-        tree = options.tree_spec()
-        is_plain = tree.kind == "none" or not options.has_draft
+        tree = options.planned_tree(None)
+        is_plain = tree.kind == "none"
         self._num_nodes = options.parallel * (
             1 if is_plain else AUTO_NODES if tree.is_chosen else tree.num_nodes
         )

@@ -151,8 +151,8 @@ from offload.kernels import machine_code, widened_products
 def mapped():
     pages = Path("/proc/self/smaps").read_text().split("libllvmlite")[1:]
     return sum(int(page.split("Rss:")[1].split()[0]) for page in pages)
-give_back = machine_code.give_back
-machine_code.give_back = lambda: (print(mapped()), give_back(), print(mapped()))
+drop = machine_code.drop_library_pages
+machine_code.drop_library_pages = lambda: (print(mapped()), drop(), print(mapped()))
 weight = torch.ones(64, 64).bfloat16()
 for bias in (None, torch.ones(64)):
     product = widened_products.product_of(torch.ones(1, 64).bfloat16(), weight, bias)
@@ -176,7 +176,7 @@ def test_pages_of_a_file_that_was_just_installed_are_given_back(tmp_path: Path) 
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         assert not any(mapped[:: mmap.PAGESIZE])
         assert _resident_kib(library) == 1024
-        machine_code.give_back()
+        machine_code.drop_library_pages()
         assert _resident_kib(library) == 0
 
 
