@@ -79,7 +79,6 @@ class BatchProgress(Progress):
     """Many texts, some of them being written."""
 
     num_texts: int
-    layers_per_pass: int
     num_done: int = 0
     num_passes: int = 0
     started_s: float = field(default_factory=time.monotonic)

@@ -177,7 +177,7 @@ def _finished(
     decoder: Decoder, requests: Sequence[Request], console: Console
 ) -> Iterator[Finished]:
     """Yield results as they finish; at the end, interrupted or not, a line gives the speed."""
-    progress = BatchProgress(len(requests), len(decoder.plan.layer_bytes))
+    progress = BatchProgress(len(requests))
     num_cut = Counter[str]()
     console.show(progress)
     try:

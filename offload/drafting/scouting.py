@@ -10,7 +10,7 @@ Invariant: a scout's guesses only choose rows of the copy; its own rows lie in a
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -134,13 +134,11 @@ class ScoutTree:
         ended_s = time.perf_counter()
         size = _relative(pass_s, len(picked) + len(chosen))
         self._last = (ended_s, (ended_s - began_s) / max(1, num_passes), size)
-        place = {index: index for index in range(len(picked))}
-        place |= {index: place for place, index in enumerate(chosen, len(picked))}
-        parents = (nodes[index].parent for index in chosen)
-        return [
-            nodes[index]._replace(parent=None if parent is None else place[parent])
-            for index, parent in zip(chosen, parents, strict=True)
-        ]
+        # guesses move up behind the picked nodes, and all of them have a parent
+        row_of: dict[int | None, int] = {
+            index: row for row, index in enumerate([*range(len(picked)), *chosen])
+        }
+        return [nodes[index]._replace(parent=row_of[nodes[index].parent]) for index in chosen]
 
     def _worth(
         self,
@@ -235,7 +233,7 @@ class TieredState:
 
     copy: KVCache
     scout: Any  # that of the scout's drafter, see `DraftState`
-    tree: ScoutTree | None = field(default=None)
+    tree: ScoutTree | None = None
 
     @property
     def saved(self) -> KVCache | None:
@@ -313,18 +311,14 @@ class TieredDrafter(ModelDrafter):
         state.tree = None
         if scouted is None or not scouted.row_of:
             return
-        path_of = {node: path.tokens[:index] for index, node in enumerate(path.nodes)}
-        places = {node: tuple(tokens) for node, tokens in path_of.items()}
-        rows = {
-            node: scouted.row_of[place] - 1
-            for node, place in places.items()
-            if place in scouted.row_of
+        # what the scout has run has both a row and scores
+        place_of = {
+            node: place
+            for index, node in enumerate(path.nodes)
+            if (place := tuple(path.tokens[:index])) in scouted.row_of
         }
-        scores = {
-            node: scouted.score_of[place]
-            for node, place in places.items()
-            if place in scouted.score_of
-        }
+        rows = {node: scouted.row_of[place] - 1 for node, place in place_of.items()}
+        scores = {node: scouted.score_of[place] for node, place in place_of.items()}
         self._scout.keep(path, rows, scores, sampler, state.scout)
 
     def _draft(self, state: Any) -> Draft:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Set
 
 from offload.words.calls import _arguments
-from offload.words.parts import Offered, Part, Special, Text, Thought, WrittenCall
+from offload.words.parts import Offered, Part, Text, Thought, WrittenCall
 from offload.words.reader import HeldText
 
 MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
@@ -113,13 +113,3 @@ class HarmonyReader:
         except (ValueError, TypeError, RecursionError):
             return [Text(body)] if body else []
         return [WrittenCall(name, arguments).as_call(is_short=False)]
-
-
-def special_segments(text: str, specials: Iterable[str]) -> list[str]:
-    """Return a text with its special tokens as segments, for texts of which no tokens are known."""
-    names = sorted(specials, key=len, reverse=True)
-    if not names:
-        return [text]
-    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text)
-    known = {*names}
-    return [Special(piece) if piece in known else piece for piece in pieces if piece]
