@@ -19,13 +19,6 @@ FLAGS = ROOT / "docs" / "flags.md"
 ARGUMENTS = ROOT / "offload" / "engine" / "text_arguments.py"
 _BEGIN = "<!-- options: made by python .ci/option_docs.py -->\n"
 _END = "<!-- end of options -->\n"
-_DOORS = {
-    "python": "Python",
-    "http": "HTTP",
-    "batch": "files",
-    "chat": "`/set`",
-    "harness": "lm-eval",
-}
 # told by their help alone, where no other command has it
 _ALONE = {("serve",), ("plan",), ("tune",), ("demo",), ("pack",), ("verify",)}
 # the larger set first
@@ -105,22 +98,12 @@ def _row(option: Option) -> str:
         defaults.setdefault(option.for_command(command).default, f" ({command})")
     is_none = ("None", "False", "", "()")
     shown = [f"`{value}`{place}" for value, place in defaults.items() if str(value) not in is_none]
-    doors = [_door(option, door) for door in option.doors if door in _DOORS]
     commands = ", ".join(option.commands)
     for name, members in _SETS.items():
         commands = commands.replace(", ".join(members), name)
-    also = f". Also: {', '.join(doors)}" if doors else ""
-    meaning = f"{option.doc or option.help}{also}"
-    cells = (cell.replace("|", r"\|") for cell in (names, commands, ", ".join(shown), meaning))
+    row = (names, commands, ", ".join(shown), option.doc or option.help)
+    cells = (cell.replace("|", r"\|") for cell in row)
     return "".join(f"| {cell} ".replace("  ", " ") for cell in cells) + "|\n"
-
-
-def _door(option: Option, door: str) -> str:
-    """Return a door, with the name there where that is another than the last flag's."""
-    usual = option.flags[-1].partition("/")[0].removeprefix("--").replace("-", "_")
-    name = option.at(door)
-    is_usual = name.replace("-", "_") == usual
-    return _DOORS[door] if is_usual else f"{_DOORS[door]} `{name}`"
 
 
 if __name__ == "__main__":

@@ -97,9 +97,8 @@ class ModelOptions:
             "help": "memory budget; default: a quarter of the size, if that works",
             "is_per_rank": False,
         }},
-        doc="budget for layers, slots, keys and values, activations and the draft; Python "
-        "(about 0.35 GiB) comes on top; default: what is free less a quarter, or less 1 GiB "
-        "where that is more",
+        doc="[budget](memory.md) for everything but Python itself (about 0.35 GiB); default: what is free less a "
+        "quarter, or less 1 GiB where that is more",
     )
     tree: str = option(
         "--tree", default="auto", metavar="TREE", commands=(*_LOAD, "demo"), group="Guessing",
@@ -111,15 +110,12 @@ class ModelOptions:
                 "help": "largest tree to time; default: what fits, up to 512x24",
             },
         },
-        doc="`auto`, `none`, `NxD` (N nodes, at most D deep), `dynamic:NxD`, `chain:L`, "
-        "[`chain:auto`](trees-and-rules.md#chains), `sequences:KxL`; of `tune` the largest "
-        "to time",
+        doc="[kind of tree](trees-and-rules.md#which-tree), such as `64x16` or `none`; of `tune` the largest to time",
     )
     rule: str = option(
         "--rule", default="match", metavar="RULE", commands=(*_LOAD, "demo"), group="Guessing",
         help=f"rule by which guesses are accepted: {', '.join(RULES)}",
-        doc=f"what is accepted: {', '.join(f'`{rule}`' for rule in RULES)}; see "
-        "[trees and rules](trees-and-rules.md)",
+        doc=f"[what is accepted](trees-and-rules.md#rules-of-acceptance): {', '.join(f'`{rule}`' for rule in RULES)}",
     )
     _: KW_ONLY
     config: PathLike | None = option(
