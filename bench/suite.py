@@ -32,6 +32,7 @@ MEASURES = {
     "memory": "peak memory of fresh processes beside --ram, post by post, and growth over texts",
     "lookup": "guesses without a model: copies, a datastore and counts, alone and beside a draft",
     "drafts": "a token with each way to draft, and which of them --draft auto takes",
+    "copy": "a copy in 4 bits as a draft in tiers and as half of the file; which tree is chosen; packing",
     "quantised": "a pass and a token with the same target in bf16, fp8 and int4",
     "experts": "tokens per second with experts on demand beside whole layers, by room and tree",
     "beside": "this checkout beside another one, or with other flags: whole processes, in turns",
@@ -39,7 +40,7 @@ MEASURES = {
 }
 STUDIES = {
     "gate": "whether every tree writes the ids of transformers, every layer streamed",
-    "soak": "whether anything drifts in hours of texts, chats, cancelled runs and clients",
+    "soak": "whether anything drifts in hours of a server, its clients, what they leave, and restarts",
     "device": "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
     "kernels": "each kernel against what runs without it, on a CUDA device",
     "moe-pair": "trains the mixture of experts and its draft that other commands measure with",

@@ -85,7 +85,6 @@ class Given:
     num_prompts: int | None = shared("N", "of every set", min=1)
     max_tokens: int | None = shared("N", "new ones per prompt", "-n", "--max-tokens", min=2)
     picture: Path | None = shared("FILE", "draw what was measured", callback=writable)
-    trace: Path | None = shared("FILE", "steps for ui.perfetto.dev", callback=writable)
     quick: bool = shared(None, "some minutes on two cores, larger errors", "--quick", default=False)
     rows_file: Path | None = shared("FILE", _ROWS, "--rows", callback=writable)
     json_file: Path | None = shared("FILE", _JSON, "--json", callback=_json_file)
@@ -93,7 +92,7 @@ class Given:
 
 
 # in the order of writing
-_WRITTEN = {"rows_file": "rows", "trace": "trace", "picture": "picture", "json_file": "json"}
+_WRITTEN = {"rows_file": "rows", "picture": "picture", "json_file": "json"}
 # names of several of these flags
 _GROUPS = {"models": "model draft size layers", "place": "device gpu_mem ram"}
 _USUAL = Need()
@@ -118,10 +117,15 @@ class Findings:
     guards: Mapping[str, Guard] = field(default_factory=dict)
     # lines behind the tables
     notes: Sequence[str] = ()
-    # what writes the picture and the trace where they are asked for, with the settings
-    files: Mapping[str, Callable[[Row, Path], None]] = field(default_factory=dict)
+    # draws the picture where it is asked for, with the settings
+    draw: Callable[[Row, Path], None] | None = None
     # exit with 1
     has_failed: bool = False
+
+    def add(self, rows: Sequence[Row], columns: Sequence[Column]) -> None:
+        """Add rows with a table of their own."""
+        self.rows = [*self.rows, *rows]
+        self.tables = [*self.tables, (columns, rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +290,8 @@ class Bench:
         guards = {**findings.guards, **say_checks(findings.checks)}
         models = {} if self._setting is None else self._setting.as_dict()
         settings = {**models, **self._settings, **findings.settings, "quick": self.quick}
-        for name, write in findings.files.items():
-            if path := getattr(self.given, name):
-                write(settings, path)
+        if findings.draw is not None and self.given.picture is not None:
+            findings.draw(settings, self.given.picture)
         if proof is not None:
             print(proof.line)
             settings["proof"] = proof._asdict()

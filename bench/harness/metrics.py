@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offload.engine.generation import Generation, Run
+from offload.stats import Stats
 
 
 class Burst(NamedTuple):
@@ -76,6 +77,19 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
     all_s = sum(observed["e2el_s"])
     flat["output_tokens_per_s"] = num_tokens / all_s if all_s else 0.0
     return {**flat, "decode_tokens_per_s": num_later / decode_s if decode_s else 0.0}
+
+
+def per_pass(stats: Stats) -> dict[str, float]:
+    """Return seconds of a token, and means over the passes behind the prompt's."""
+    num_sweeps = max(1, stats.num_sweeps)
+    return {
+        "token_s": stats.tpot_s,
+        "tokens_per_pass": stats.tokens_per_sweep,
+        "pass_s": stats.sweep_s / num_sweeps,
+        "stall_s": stats.stall_s / num_sweeps,
+        "draft_s": stats.draft_s / num_sweeps,
+        "pass_bytes": stats.bytes_streamed / num_sweeps,
+    }
 
 
 def acceptance_by_depth(accepted_per_sweep: Sequence[int], depth: int) -> list[float]:

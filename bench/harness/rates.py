@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 
 import torch
 
@@ -59,6 +60,18 @@ def plain_read_s(shards: Sequence[Path], num_bytes: int) -> float:
         for file in files:
             os.close(file)
     return elapsed_s * num_bytes / (wanted * block_bytes)
+
+
+def plain_write_s(folder: Path, num_bytes: int) -> float:
+    """Return the seconds in which so many random bytes are on the disk of a folder."""
+    block = os.urandom(BLOCK_BYTES)
+    with TemporaryFile(dir=folder, buffering=0) as file:
+        started = time.perf_counter()
+        for _ in range(num_bytes // BLOCK_BYTES):
+            file.write(block)
+        os.fsync(file.fileno())
+        elapsed_s = time.perf_counter() - started
+    return elapsed_s * num_bytes / (num_bytes // BLOCK_BYTES * BLOCK_BYTES)
 
 
 def _touched(num_bytes: int) -> memoryview:

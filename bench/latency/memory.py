@@ -13,11 +13,11 @@ from offload.bench.harness.command import Bench, Findings, command, flag, one_of
 from offload.bench.harness.memory_child import Order
 from offload.bench.harness.setting import least_ram
 from offload.bench.harness.tables import Column, Row, say_table
-from offload.bench.latency.quantised import PACKED, PLAIN, quantised
+from offload.bench.latency.quantised import BESIDE, PACKED, PLAIN, quantised
 from offload.bench.pairs.moe_pair import untrained_mixture
-from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.model.headers import describe
+from offload.planning.draft_kinds import files_of
 from offload.trees.spec import parse_tree
 from offload.units import parse_size
 
@@ -25,7 +25,8 @@ MIXTURE = "mixture"
 CONTEXT = 1024
 _MIB = 1 << 20
 GROWTH_BYTES = _MIB  # held: allocations of the interpreter come and go by as much
-_QUICK = ("dense-128", "many-8x16", "layers-64")
+_SMALL = str(PAIR / "draft")
+_QUICK = ("dense-128", "many-8x16", "layers-64", "beside-64")
 _ANY_BITS = {"invariant": False}
 _LAYERS = {"experts": "layers"}
 _DEMAND = {"experts": "demand"}
@@ -38,6 +39,7 @@ class Case(NamedTuple):
     parallel: int = 1
     temperature: float = 0.0
     prompt_tokens: int = 128
+    draft: str = _SMALL
     # further fields of `LoadOptions`
     options: Mapping[str, Any] = {}
 
@@ -58,6 +60,9 @@ CASES = {
     "int4-128": Case("int4", "dynamic:128x20"),
     "fp8-64": Case("fp8", "dynamic:64x16", temperature=0.8),
     "packed-128": Case(PACKED, "dynamic:128x20"),
+    "copy-64": Case(PLAIN, "dynamic:64x63", draft="self:int4"),
+    "beside-64": Case(BESIDE, "dynamic:64x63", temperature=0.8, draft="self:int4"),
+    "beside-64-scout": Case(BESIDE, "dynamic:64x63", draft=f"self:int4+{_SMALL}"),
     "layers-none": Case(MIXTURE, "none", options=_LAYERS),
     "layers-64": Case(MIXTURE, "dynamic:64x16", options=_LAYERS),
     "layers-256-plain": Case(MIXTURE, "dynamic:256x20", options=_LAYERS | _ANY_BITS),
@@ -73,9 +78,8 @@ def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row
     else:
         target = quantised(inflated_target(size_bytes, lambda done, total: None), case.kind)
     shared: dict[str, Any] = {"context": CONTEXT, "parallel": case.parallel}
-    draft = PAIR / "draft"
     if ram is None:
-        files = ModelFiles(describe(target), describe(draft))
+        files = files_of([describe(target), describe(_SMALL)], case.draft, None)
         num_nodes = parse_tree(case.tree).num_nodes * case.parallel
         budget = {name: case.options[name] for name in _BUDGETED if name in case.options}
         ram_bytes = least_ram(files, num_nodes, **shared, **budget)
@@ -83,7 +87,7 @@ def measure(case: Case, size_bytes: int, num_texts: int, ram: str | None) -> Row
         ram_bytes = parse_size(ram, "--ram")
     options = {"tree": case.tree, **shared, **case.options, "ram": ram_bytes}
     asked: dict[str, Any] = {"prompt_tokens": case.prompt_tokens, "temperature": case.temperature}
-    measured = Order(str(target), str(draft), options, num_texts, **asked).in_fresh_process()
+    measured = Order(str(target), case.draft, options, num_texts, **asked).in_fresh_process()
     held = [
         phase["held_bytes"] for phase in measured["phases"] if phase["phase"].startswith("text")
     ]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offload.bench.harness.command import Bench, Effort, Findings, command, flag
+from offload.bench.harness.metrics import per_pass
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Guard, Row, medians, values
@@ -31,6 +32,7 @@ _GROUP = 128
 _BLOCK = 128
 _FP8_MAX = 448.0
 PACKED = "packed"  # without loss
+BESIDE = "beside"  # ... a copy in 4 bits
 _PLAIN = ("embed_tokens", "lm_head", "norm")
 
 PLAIN = "bf16"
@@ -127,8 +129,9 @@ def quantised(source: Path, name: str) -> Path:
         return source
     if folder.is_dir():
         return folder
-    if name == PACKED:
-        pack(source, folder, progress=lambda done, total: None)
+    if name in (PACKED, BESIDE):
+        beside = "int4" if name == BESIDE else None
+        pack(source, folder, beside=beside, progress=lambda done, total: None)
         return folder
     checkpoint = open_checkpoint(source)
     for tensor, entry in checkpoint.tensors.items():
@@ -177,17 +180,7 @@ def run_format(setting: Setting, prompt: Prompt, effort: Effort, limit: int | No
             if any(token != other for token, other in zip(got.token_ids, plain_ids, strict=False)):
                 complaint = f"with {tree} the text is another than without"
                 raise UserError(f"{complaint}: no speed is printed")
-            stats = got.stats
-            sweeps = max(1, stats.num_sweeps)
-            row: Row = {
-                "tree": tree,
-                "token_s": stats.tpot_s,
-                "tokens_per_pass": stats.tokens_per_sweep,
-                "pass_s": stats.sweep_s / sweeps,
-                "stall_s": stats.stall_s / sweeps,
-                "pass_bytes": stats.bytes_streamed / sweeps,
-            }
-            rows.append(row)
+            rows.append({"tree": tree, **per_pass(got.stats)})
     return rows
 
 
