@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from offload.bench.harness.gate import Written
+from offload.bench.harness.metrics import per_pass
 from offload.bench.harness.prompts import Prompt
 from offload.bench.harness.rates import copy_rates, lock_rates
 from offload.bench.harness.setting import Setting
-from offload.bench.harness.steps import PassRunner, record_steps, repeated_scores
+from offload.bench.harness.steps import PassRunner, repeated_scores
 from offload.bench.harness.tables import Row, attempt, row
 from offload.bench.latency import passes
 from offload.bench.latency.decode import Case, timed_run
@@ -58,7 +58,6 @@ class Job:
     setting: Setting
     amounts: Amounts
     parts: Sequence[str]
-    trace: Path | None
     copy_bytes_per_s: float = 0.0
     best_s: float | None = None  # per token
     num_resident: int = 0
@@ -150,27 +149,18 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
     job.setting.prove([Written(ids, result.token_ids)])
     stats = result.stats
     num_sweeps = max(1, stats.num_sweeps)
-    draft_s = stats.draft_s / num_sweeps
-    slower_s = max(draft_s, stats.sweep_s / num_sweeps)
+    means = per_pass(stats)
+    slower_s = max(means["draft_s"], means["pass_s"])
     if job.copy_bytes_per_s:
         slower_s = max(slower_s, decoder.plan.streamed_bytes / job.copy_bytes_per_s)
     name = f"{tree}: draft + sweep against the slower of both"
     yield row(name, stats.decode_s / num_sweeps, "s", slower_s, 1.15, promise=promise) | {
-        "s_per_token": stats.tpot_s,
-        "tokens_per_sweep": stats.tokens_per_sweep,
-        "draft_s": draft_s,
-        "stall_s": stats.stall_s / num_sweeps,
+        "s_per_token": means["token_s"],
+        "tokens_per_sweep": means["tokens_per_pass"],
+        "draft_s": means["draft_s"],
+        "stall_s": means["stall_s"],
         "verify_s": stats.verify_s / num_sweeps,
     }
-
-
-def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
-    if job.trace is not None:
-        ids = decoder.encode(PROMPT, raw=True)
-        timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
-        job.setting.prove([Written(ids, new_ids)])
-        timeline.write(job.trace)
-        yield row(f"two steps in {job.trace}", float(len(timeline.events())), "events")
 
 
 def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -210,6 +200,4 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
         yield row(name, num_bytes / _GIB, "GiB", most / _GIB, limit, promise=promise)
 
 
-ON_DECODER = {
-    part.__name__: part for part in (enqueue, sweeps, drafting, trees, trace, soak, memory)
-}
+ON_DECODER = {part.__name__: part for part in (enqueue, sweeps, drafting, trees, soak, memory)}

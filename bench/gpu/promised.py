@@ -44,7 +44,6 @@ PROMISED: dict[str, tuple[str, ...]] = {  # what each part is to show
     "sweeps": ("link", "hidden compute"),
     "drafting": ("step",),
     "trees": ("step",),
-    "trace": (),
     "soak": ("soak",),
     "memory": ("memory",),
     "link": (),
@@ -129,7 +128,7 @@ def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -
 
 
 @command(
-    *("device", "place max_tokens trace quick"),
+    *("device", "place max_tokens quick"),
     examples=["offload bench device --quick", "offload bench device --device pretend"],
 )
 def main(
@@ -196,4 +195,4 @@ def _open_job(bench: Bench, resources: ExitStack, layers: int | None, wanted: Se
     place = place_of(asked, gpu_memory)
     made = synthetic_setting(layers or num_layers, ram, place["opened"])
     setting = resources.enter_context(made)._replace(**place)
-    return Job(setting, amounts, wanted, bench.given.trace)
+    return Job(setting, amounts, wanted)

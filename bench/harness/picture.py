@@ -1,15 +1,15 @@
-"""Pictures: bars beside their ceiling, runs of a pipeline over time, processes over hours.
+"""A picture of bars beside their ceiling.
 
-All have one style. Invariant: a picture that has left its folder still says what it shows in words
+Invariant: a picture that has left its folder still says what it shows in words
 of its own, and which models, which machine and which day it is of.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from offload.bench.harness.record import this_machine
 from offload.bench.harness.tables import Row
@@ -84,25 +84,6 @@ def case_words(tree: str, rule: str, temperature: float) -> str:
     }.get(spec.kind, tree)
     drawn = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     return f"{size}, {drawn}" + ("" if rule == "match" else f", rule {rule}")
-
-
-def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) -> None:
-    """Draw what processes hold over time: a column for each, a panel for each field."""
-    names = [name for name in next(iter(samples.values()))[0]._fields if name != "time_s"]
-    figure = _figure("Does anything drift in hours?", settings, 1.6 * len(names))
-    columns = figure.subplots(len(names), len(samples), sharex=True, squeeze=False).T
-    for places, (process, looks) in zip(columns, samples.items(), strict=True):
-        places[0].set_title(process, fontsize=8)
-        places[-1].set_xlabel("minutes")
-        for place, name in zip(places, names, strict=True):
-            is_memory = name == "rss_bytes"
-            unit = "rss, MiB" if is_memory else name.removeprefix("num_")
-            values = [getattr(look, name) / (2**20 if is_memory else 1) for look in looks]
-            place.plot([look.time_s / 60 for look in looks], values, linewidth=0.8, color=_BAR)
-            _bare(place)
-            place.set_ylim(0, 1.1 * max(values) or 1)  # a line at the very top cannot be seen
-            place.set_ylabel(unit, fontsize=7)
-    figure.savefig(path)
 
 
 def figure_of(bars: Sequence[Bar], question: str, unit: str, most: str, settings: Row) -> "Figure":

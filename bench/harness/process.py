@@ -14,15 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import offload
 from offload.errors import RunError
 from offload.machine import GroupFiles, memory_groups
 
-_END_S = 15.0
 _GONE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -92,45 +90,6 @@ def start(
     command = [sys.executable, "-m", *words]
     env = {**environment(), **variables}
     return subprocess.Popen(command, env=env, preexec_fn=die_with_parent, **options)
-
-
-class Talker:
-    """A module as a process that hears and answers lines of JSON; it ends with its input."""
-
-    def __init__(self, words: Sequence[str], log: TextIO, variables: Mapping[str, str]) -> None:
-        self._log = log
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = start(words, variables, stderr=log, start_new_session=True, **pipes)
-
-    def tell(self, value: Any) -> None:
-        """Send one line; a process that has ended is noticed when it is to answer."""
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            print(json.dumps(value), file=self.process.stdin, flush=True)
-
-    def hear(self) -> Any:
-        """Return the next answer. Raises `RunError` where the process has ended."""
-        assert self.process.stdout is not None
-        if line := self.process.stdout.readline():
-            return json.loads(line)
-        self.process.wait(_END_S)
-        self._log.seek(0)
-        raise RunError(f"a process has ended: {last_line(self._log.read())}")
-
-    def end_input(self) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-    def close(self, patience_s: float = _END_S) -> int:
-        """End the process, by force where it does not end by itself; return its exit status."""
-        self.end_input()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience_s)
-        self.process.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.wait()
 
 
 class MemoryCap(NamedTuple):

@@ -34,7 +34,7 @@ from offload.bench.harness.models import resident_pair
 from offload.bench.harness.picture import draw_decoding
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Need, Setting
-from offload.bench.harness.steps import Timeline, kernel_rows, record_steps
+from offload.bench.harness.steps import kernel_rows
 from offload.bench.harness.tables import Column, Guard, Row
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -47,7 +47,6 @@ from offload.trees.spec import label_of, parse_tree, tree_to_fill
 _MOST_PROMPT_TOKENS = 512
 # a run whose passes wait for less than this share is not bound by the link
 _STALLED_SHARE = 0.05
-_TRACED_STEPS = 3
 
 
 class Case(NamedTuple):
@@ -137,8 +136,6 @@ class Measured(NamedTuple):
     ceilings: list[float]
     # what only an open decoder knows
     settings: Row
-    # of a few steps, where a trace is wanted
-    traces: list[Timeline]
 
     @property
     def ceiling(self) -> Row:
@@ -160,12 +157,11 @@ def measure(
     effort: Runs,
     chosen: Sequence[Prompt],
     *,
-    trace: bool = False,
     others: Mapping[str, Decoder] = MappingProxyType({}),
 ) -> Measured:
     """Measure all runs, prompt by prompt; `others` decode the cases that name their sources."""
     cases = effort.cases()
-    measured = Measured([], [], [], {}, [])
+    measured = Measured([], [], [], {})
     first_ids = encoded(decoder, chosen[0], PROMPT_TOKENS)
     # a device records the widths of each tree
     for case in cases if setting.opened.has_own_memory else cases[:1]:
@@ -189,11 +185,6 @@ def measure(
         measured.written.append(Written.from_result(ids, result))
         rates = {name: getattr(result.stats, name) for name in ("tokens_per_s", "tokens_per_sweep")}
         bench.note({"name": case.name, "prompt": prompt.name, **rates})
-    if trace:
-        tree = tree_under(decoder.rule.name, cases[-1].tree)
-        timeline, new_ids = record_steps(decoder, first_ids, tree, _TRACED_STEPS)
-        measured.written.append(Written(first_ids, new_ids, rule=decoder.rule.name))
-        measured.traces.append(timeline)
     measured.settings.update(
         num_threads=decoder.num_threads,
         streamed_bytes=decoder.plan.streamed_bytes,
@@ -287,7 +278,7 @@ COLUMNS = (
 
 
 @command(
-    *("decode", "models place ranks source num_prompts max_tokens trace picture quick compare"),
+    *("decode", "models place ranks source num_prompts max_tokens picture quick compare"),
     examples=[
         "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl"
     ],
@@ -320,10 +311,9 @@ def main(
     needs: Any = {"needs_draft": effort.trees != ("none",), "need": effort.need()}
     setting = resident_pair() if preset in RESIDENT else bench.setting(**needs)
     bench.begin(setting, num_new_tokens=effort.num_tokens)
-    is_traced = bench.given.trace is not None
     with bench.screen, effort.open(setting) as decoder:
         bench.say_link(setting, decoder.plan)
-        measured = measure(bench, setting, decoder, effort, chosen, trace=is_traced)
+        measured = measure(bench, setting, decoder, effort, chosen)
     rows = rows_of(measured.runs)
     notes = list[str]()
     for row in rows:
@@ -338,10 +328,7 @@ def main(
         ceiling=measured.ceiling,
         guards=guards_of(rows, [prompt.name for prompt in chosen]),
         notes=notes,
-        files={
-            "picture": partial(draw_decoding, rows, measured.least_pass_s),
-            "trace": lambda _, path: measured.traces[0].write(path),
-        },
+        draw=partial(draw_decoding, rows, measured.least_pass_s),
     )
 
 

@@ -1,16 +1,14 @@
-"""Hours: a server with clients and a process that opens and closes models, every text proved.
+"""Hours: a server with clients, every text proved.
 
-A quarter of all texts is broken off. Now and then everything stops and both processes are looked
-at: nothing is under way then, so that all that is there is kept. Texts are proved at the end, so
-that the proof's memory and time are in no figure.
+A quarter of all answers is left. Now and then everything stops and the server is looked at: nothing
+is under way then, so that all that is there is kept. Texts are proved at the end, so that the
+proof's memory and time are in no figure.
 """
 
 import os
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -19,12 +17,10 @@ from urllib.request import urlopen
 
 from offload.bench.harness.command import Bench, Findings, command, flag
 from offload.bench.harness.gate import Written
-from offload.bench.harness.picture import draw_hours
-from offload.bench.harness.process import Talker, free_port, start
+from offload.bench.harness.process import free_port, start
 from offload.bench.harness.setting import Setting, least_ram
 from offload.bench.harness.tables import Column, Guard, Row, WrongTokenError
 from offload.bench.soak.clients import CONTEXT, Answer, Clients, wishes, with_template
-from offload.bench.soak.library import Order
 from offload.engine.scheduler import in_order
 from offload.errors import RunError
 from offload.machine import rss_bytes
@@ -44,7 +40,6 @@ _END_S = 60.0
 _MOST_NODES = 96
 _PROMPT_CACHE = "8MiB"
 SERVER = "server"
-LIBRARY = "library"
 
 
 class Sample(NamedTuple):
@@ -125,16 +120,12 @@ def speed_kept(samples: Sequence[Sample]) -> float:
     return speed(kept[half], kept[-1]) / speed(kept[0], kept[half])
 
 
-class Told(NamedTuple):
-    wish: int
-    new_ids: list[int]
-    rule: str
-    is_invariant: bool
-
-
 class Server:
     def __init__(self, setting: Setting, model: Path, seed: int, folder: Path) -> None:
-        self.temporary, self._place = _place(folder / "server-tmp")
+        self.temporary = folder / "server-tmp"
+        self.temporary.mkdir()
+        cache = str(self.temporary / "cache")
+        self._place = {"TMPDIR": str(self.temporary), "XDG_CACHE_HOME": cache}
         self._port = free_port()
         self._log = folder / "server.log"
         words = (
@@ -200,28 +191,6 @@ class Server:
         return " ".join(self._log.read_text(errors="replace").split())[-300:]
 
 
-class Library:
-    def __init__(self, order: Order, folder: Path) -> None:
-        self.temporary, place = _place(folder / "library-tmp")
-        self.texts = list[Told]()
-        self._log = (folder / "library.log").open("w+")
-        self.talker = Talker(["offload.bench.soak.library"], self._log, place)
-        self.talker.tell(order)
-
-    def look(self, time_s: float) -> Sample:
-        """Sample the process at the end of its round, which is waited for. Raises `RunError`."""
-        while "round" not in (row := self.talker.hear()):
-            self.texts.append(Told(**row))
-        num_tokens = sum(len(text.new_ids) for text in self.texts)
-        return look(self.talker.process.pid, self.temporary, time_s, num_tokens)
-
-    def close(self) -> str:
-        """End the process; return why it has failed, if it has."""
-        status = self.talker.close(_END_S)
-        self._log.close()
-        return f"library ended with {status}" if status else ""
-
-
 class SoakSettings(NamedTuple):
     """How a soak goes: its length, what its chances are drawn by, and restarts of the server."""
 
@@ -232,67 +201,52 @@ class SoakSettings(NamedTuple):
 
 def soak(
     bench: Bench, setting: Setting, model: Path, settings: SoakSettings, folder: Path
-) -> tuple[dict[str, list[Sample]], list[Told], Clients]:
-    """Run both to the end; return looks at each, and at each server behind a restart.
+) -> tuple[dict[str, list[Sample]], Clients]:
+    """Run the server to the end; return looks at it, and at each behind a restart.
 
     Raises `RunError` where one fails.
     """
     seconds, seed, restarts = settings
     period_s = max(_LEAST_PERIOD_S, seconds / _LOOKS)
-    budgets = [setting.ram_bytes, 3 * setting.ram_bytes]
-    order = Order(str(model), str(setting.draft), budgets, seed)
-    samples: dict[str, list[Sample]] = {SERVER: [], LIBRARY: []}
     life = SERVER
-    num_lives = 1
+    samples: dict[str, list[Sample]] = {life: []}
     failures = list[str]()
-    with ExitStack() as resources:
-        library = Library(order, folder)
-        resources.callback(library.close)
-        server = Server(setting, model, seed, folder)
-        resources.callback(server.close)
+    server = Server(setting, model, seed, folder)
+    try:
         started = time.monotonic()
         passed_s = 0.0
         while passed_s < seconds or len(samples[life]) < _LEAST_LOOKS:
+            num_lives = len(samples)
             if num_lives <= restarts and passed_s > seconds * num_lives / (restarts + 1):
                 failures.append(server.restart(is_killed=num_lives % 2 == 1))
-                num_lives += 1
-                life = f"{SERVER} {num_lives}"
+                life = f"{SERVER} {num_lives + 1}"
                 samples[life] = []
             server.clients.ask_for(min(period_s, seconds - passed_s))
-            for name, process in ((life, server), (LIBRARY, library)):
-                samples[name].append(process.look(time.monotonic() - started))
-                bench.row({"process": name, **samples[name][-1]._asdict()})
-            library.talker.tell("go on")
+            samples[life].append(server.look(time.monotonic() - started))
+            bench.row({"process": life, **samples[life][-1]._asdict()})
             passed_s = time.monotonic() - started
             minutes = f"{passed_s / 60:.0f} of {seconds / 60:.0f} minutes"
-            bench.screen.wait(f"{minutes}, {len(library.texts)} texts")
-        resources.pop_all()
-        ends = [*failures, server.close(), library.close()]
-    if errors := [*server.clients.errors, *filter(None, ends)]:
+            bench.screen.wait(f"{minutes}, {len(server.clients.answers)} answers")
+    finally:
+        failures.append(server.close())
+    if errors := [*server.clients.errors, *filter(None, failures)]:
         raise RunError(f"{len(errors)} failures, the first: {errors[0]}")
-    return samples, library.texts, server.clients
+    return samples, server.clients
 
 
-def texts_of(
-    setting: Setting, model: Path, texts: Sequence[Told], answers: Sequence[Answer]
-) -> list[Written]:
+def texts_of(setting: Setting, model: Path, answers: Sequence[Answer]) -> list[Written]:
     """Return all texts to be proved. Raises `WrongTokenError` for one of the server."""
     table = wishes()
+    numbers = sorted({answer.wish for answer in answers})
     with setting._replace(target=model).open("none", context=CONTEXT) as decoder:
-        ids = [wish.ids(decoder) for wish in table]
-        numbers = sorted({answer.wish for answer in answers})
+        ids = [table[number].ids(decoder) for number in numbers]
         results = in_order(decoder, [table[number].request(decoder) for number in numbers])
     right = dict(zip(numbers, results, strict=True))
     for answer in answers:
         require_right(answer, right[answer.wish].text)
-    written = [Written.from_result(ids[number], result) for number, result in right.items()]
-    # texts that came several times are proved once
-    for text in {repr(text): text for text in texts}.values():
-        sampling = table[text.wish].sampling
-        written.append(
-            Written(ids[text.wish], text.new_ids, sampling, text.rule, text.is_invariant)
-        )
-    return written
+    return [
+        Written.from_result(text_ids, result) for text_ids, result in zip(ids, results, strict=True)
+    ]
 
 
 def require_right(answer: Answer, right: str) -> None:
@@ -316,7 +270,7 @@ COLUMNS = (
 )
 
 
-@command("soak", "picture quick", examples=["offload bench soak --hours 2 --picture hours.png"])
+@command("soak", "quick", examples=["offload bench soak --hours 2"])
 def main(
     bench: Bench,
     hours: Annotated[float, flag("H", "for how long", min=0.001)] = 2.0,
@@ -324,7 +278,7 @@ def main(
     seed: Annotated[int, flag("N", "of what is asked, and how")] = 0,
     restarts: Annotated[int, flag("N", "of the server, by SIGKILL and as usual", min=0)] = 2,
 ) -> Findings:
-    """Does anything drift in hours of texts, chats, cancelled runs and clients?"""
+    """Does anything drift in hours of clients, cancelled answers and restarts?"""
     setting = bench.setting(size=size)
     # for the largest of what is opened, so that nearly all is streamed
     ram_bytes = least_ram(setting.files, _MOST_NODES, context=CONTEXT, parallel=PARALLEL)
@@ -335,10 +289,10 @@ def main(
     bench.begin(setting, seconds=seconds, seed=seed)
     with tempfile.TemporaryDirectory(prefix="offload-soak-") as name, bench.screen:
         model = with_template(setting.target, Path(name) / setting.target.name)
-        samples, texts, clients = soak(
+        samples, clients = soak(
             bench, setting, model, SoakSettings(seconds, seed, restarts), Path(name)
         )
-        written = texts_of(setting, model, texts, clients.answers)
+        written = texts_of(setting, model, clients.answers)
     rows = [row_of(process, process_samples) for process, process_samples in samples.items()]
     guards = dict[str, Guard]()
     for row in rows:
@@ -346,18 +300,10 @@ def main(
         guards[f"{row['process']}: memory"] = Guard([1 + row["drift"]], "lower")
     whole = sum(answer.is_whole for answer in clients.answers)
     answers = f"{whole} whole answers, {len(clients.answers) - whole} left"
-    texts_line = f"{len(texts)} texts of the library; of the server {answers}"
     return Findings(
         rows=rows,
         tables=[(COLUMNS, rows)],
         written=written,
-        notes=[f"{texts_line}, {clients.num_refused} refused"],
+        notes=[f"{answers}, {clients.num_refused} refused"],
         guards=guards,
-        files={"picture": partial(draw_hours, samples)},
     )
-
-
-def _place(folder: Path) -> tuple[Path, dict[str, str]]:
-    """Make the folder for a process's temporary files; return it, and what names it to it."""
-    folder.mkdir()
-    return folder, {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.tiers import NUM_LOADERS, LayerTier
-from offload.streaming.device import Device, Event, Spans
-from offload.streaming.disk import ByteSource, read_all, when_all_done
+from offload.streaming.device import Device, Event
+from offload.streaming.disk import ByteSource, read_all
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
 from offload.streaming.sender import Sender
 from offload.streaming.slot_cycle import SlotCycle
@@ -45,7 +45,6 @@ class Carrier:
         self.source = source
         self.layouts = layouts
         self.device = device
-        self.spans = Spans(device)
         self.resident = {block: device.allocate(layouts[block].slab_bytes) for block in resident}
         passing = [block for block in range(len(layouts)) if block not in self.resident]
         self.streamed = [block for block in passing if block not in once]
@@ -68,16 +67,7 @@ class Carrier:
 
     def carry(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
         """Start moving a block into a slot, see `slot_cycle.Carry`."""
-        asked = self.spans.mark(self.device.copies)
-        reads = self.read(block, slot, free)
-
-        def has_come(last: Future[None]) -> None:
-            if not last.cancelled():
-                self.spans.add("copy", block, asked, self.spans.mark(self.device.copies))
-
-        if asked is not None:
-            when_all_done(reads, has_come)
-        return reads
+        return self.read(block, slot, free)
 
     def read(self, block: int, slot: Tensor, free: Event) -> Sequence[Future[None]]:
         """Start reading a block into host memory, the first step of every `Carry`."""
@@ -124,7 +114,7 @@ class FeedingCarrier(Carrier):
     ) -> None:
         super().__init__(source, layouts, resident, device)
         self.pinned = pinned
-        self.sender = Sender(device, pinned, self.spans)
+        self.sender = Sender(device, pinned)
         self._is_reading = True
         self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-feed")
 
@@ -237,7 +227,7 @@ class DeviceCarrier(FeedingCarrier):
     ) -> Event:
         """Enqueue the copy of a layer; return the event after it."""
         weights = slab[self.layouts[layer].sent]
-        return self.sender.send(layer, slot, free, weights, is_locked=is_locked)
+        return self.sender.send(slot, free, weights, is_locked=is_locked)
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:
         """Read resident layers, through buffers that later hold other layers if large enough."""

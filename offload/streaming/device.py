@@ -5,8 +5,7 @@ stream, because "the current one" differs inside a `with` block and in another t
 everything at once, with times as events, so that a model streams on the CPU as on a GPU
 (`cuda.CudaDevice`). Devices differ in two facts: whether they have memory of their own, to which
 layers are sent (`has_own_memory`), and where their tensors lie (`torch_device`). A host that plays
-a GPU in tests has the first, with tensors on the CPU. `Spans` and `Stall` tell what the streams did
-and where they waited.
+a GPU in tests has the first, with tensors on the CPU. `Stall` tells how long compute has waited.
 
 Invariant: nothing waits for the whole device. Without a GPU nothing here imports torch before
 memory is allocated: plans for other machines work without it.
@@ -14,7 +13,6 @@ memory is allocated: plans for other machines work without it.
 
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -169,59 +167,6 @@ def device_of(options: "LoadOptions", assumed: "Assumptions | None" = None) -> D
         find_card(card)
     here = cards[rank_on_host] if cards else name
     return open_device(here, gpu_memory, rank_on_host=rank_on_host)
-
-
-# called with the kind of work (copy, wait, compute), the layer, its start and end by perf_counter
-Listener = Callable[[str, int, float, float], None]
-
-
-class Spans:
-    """Collects spans of work (copies, waits and uses) while a listener is set; any thread may call
-    `mark` and `add`.
-
-    One event with a known host time ties the device's clock to the host's, and after that event
-    nothing waits: spans that the device has not reached when asked are left out.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._listener: Listener | None = None
-        # kinds of work, layers, and the timed events before and after
-        self._spans = deque[tuple[str, int, Event, Event]]()
-        self._origin: Event = None
-        self._origin_s = 0.0
-
-    @property
-    def listener(self) -> Listener | None:
-        """Return the listener to spans. Before it is replaced, it is called for all queued work."""
-        return self._listener
-
-    @listener.setter
-    def listener(self, listener: Listener | None) -> None:
-        self._tell_reached()
-        self._listener = listener
-        if listener is not None:
-            self._origin = self._device.mark(self._device.compute, is_timed=True)
-            self._device.synchronize(self._origin)
-            self._origin_s = time.perf_counter()
-
-    def mark(self, stream: Stream) -> Event:
-        """Return a timed event while a listener is set, None otherwise."""
-        return None if self._listener is None else self._device.mark(stream, is_timed=True)
-
-    def add(self, kind: str, layer: int, before: Event, after: Event) -> None:
-        """Note work on `layer` between these timed events; does nothing if one is None."""
-        if before is not None and after is not None and self._listener is not None:
-            self._spans.append((kind, layer, before, after))
-
-    def _tell_reached(self) -> None:
-        while self._spans:
-            kind, layer, before, after = self._spans.popleft()
-            end_s = self._device.elapsed_s(self._origin, after)
-            if end_s is not None and self._listener is not None:
-                start_s = self._device.elapsed_s(self._origin, before)
-                assert start_s is not None, "an event is reached before the one behind it"
-                self._listener(kind, layer, self._origin_s + start_s, self._origin_s + end_s)
 
 
 class Stall:

@@ -181,7 +181,7 @@ class DeviceExpertCarrier(FeedingCarrier):
                 continue
             try:
                 where = (delivery.slot, delivery.free, weights)
-                sent = self.sender.send(block, *where, is_locked=is_locked, host_slot=slot)
+                sent = self.sender.send(*where, is_locked=is_locked, host_slot=slot)
             except BaseException as error:
                 delivery.ready.set_exception(error)
             else:

@@ -18,7 +18,7 @@ from torch import Tensor
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import MemoryPlan
 from offload.streaming.carriers import Carrier, DeviceCarrier
-from offload.streaming.device import POISON, Device, Event, Stall
+from offload.streaming.device import POISON, Device, Stall
 from offload.streaming.disk import ByteSource
 from offload.streaming.slot_cycle import SlotCycle
 
@@ -32,7 +32,6 @@ class LayerStream:
     def __init__(self, carrier: Carrier, num_slots: int) -> None:
         self.carrier = carrier
         self._device = carrier.device
-        self._spans = carrier.spans
         passing = [*carrier.streamed, *carrier.once]
         slot_bytes = max((carrier.layouts[n].slab_bytes for n in passing), default=0)
         slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if passing else 0)]
@@ -42,8 +41,6 @@ class LayerStream:
         # bytes of handed-out layers that do not stay
         self.bytes_read = 0
         self._stall = Stall(self._device)
-        # the event after which the last acquired layer could be used
-        self._arrived: Event = None
 
     @property
     def stall_s(self) -> float:
@@ -79,21 +76,17 @@ class LayerStream:
         """
         device = self._device
         if layer in self.carrier.resident:
-            self._arrived = self._spans.mark(device.compute)
             return self.carrier.weights(layer, self.carrier.resident[layer])
         before = device.mark(device.compute, is_timed=True)
         slot, ready = self.cycle.acquire(layer)
         device.wait(device.compute, ready)
-        self._arrived = device.mark(device.compute, is_timed=True)
-        self._stall.add(before, self._arrived)
-        self._spans.add("wait", layer, before, self._arrived)
+        self._stall.add(before, device.mark(device.compute, is_timed=True))
         self.bytes_read += self.carrier.layouts[layer].slab_bytes
         return self.carrier.weights(layer, slot)
 
     def release(self, layer: int) -> None:
         """Note that all work that reads the weights of `layer` has been enqueued."""
         device = self._device
-        self._spans.add("compute", layer, self._arrived, self._spans.mark(device.compute))
         slot = self.cycle.lent.get(layer)
         if slot is None:
             return

@@ -10,7 +10,7 @@ from collections import deque
 
 from torch import Tensor
 
-from offload.streaming.device import Device, Event, Spans
+from offload.streaming.device import Device, Event
 from offload.streaming.pinned import PinnedAllocator
 
 _BOUNCE_BYTES = 32 << 20
@@ -26,11 +26,10 @@ class Sender:
         last: by host slot, the event after the last copy of a locked block that lay there.
     """
 
-    def __init__(self, device: Device, pinned: PinnedAllocator, spans: Spans) -> None:
+    def __init__(self, device: Device, pinned: PinnedAllocator) -> None:
         self.last = dict[int, Event]()
         self._device = device
         self._pinned = pinned
-        self._spans = spans
         self._bounces: Bounces | None = None
         # a wait, a copy and an event must stand together on the copy stream
         self._sending = threading.Lock()
@@ -41,7 +40,6 @@ class Sender:
 
     def send(
         self,
-        block: int,
         slot: Tensor,
         free: Event,
         weights: Tensor,
@@ -62,16 +60,14 @@ class Sender:
         to = slot[: len(weights)]
         with self._sending:
             device.wait(device.copies, free)
-            begun = self._spans.mark(device.copies)
             if is_locked:
                 device.copy(to, weights, device.copies)
-                sent = device.mark(device.copies, is_timed=begun is not None)
+                sent = device.mark(device.copies)
                 if host_slot is not None:
                     self.last[host_slot] = sent
         if not is_locked:
             assert self._bounces is not None, "memory that is not locked was expected"
-            sent = self._bounces.send(to, weights, is_timed=begun is not None)
-        self._spans.add("copy", block, begun, sent)
+            sent = self._bounces.send(to, weights)
         return sent
 
     def close(self) -> None:
@@ -87,7 +83,7 @@ class Bounces:
         self._device = device
         self._next = deque[tuple[Tensor, Event]]((buffer.tensor, None) for buffer in self.buffers)
 
-    def send(self, to: Tensor, source: Tensor, *, is_timed: bool) -> Event:
+    def send(self, to: Tensor, source: Tensor) -> Event:
         """Enqueue copies of all bytes; return the event behind them. `source` is free on return."""
         device = self._device
         sent = None
@@ -97,6 +93,6 @@ class Bounces:
             if last is not None:
                 device.synchronize(last)
             device.copy(part, bounce[: len(piece)].copy_(piece), device.copies)
-            sent = device.mark(device.copies, is_timed=is_timed)
+            sent = device.mark(device.copies)
             self._next.append((bounce, sent))
         return sent

@@ -55,9 +55,9 @@ def result_of(outcome: Outcome, bench: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stored result of `decode`, with its trace beside it."""
+    """A stored result of `decode`."""
     folder = tmp_path_factory.mktemp("decoded")
-    files = ["--json", folder / "decode.json", "--trace", folder / "trace.json"]
+    files = ["--json", folder / "decode.json"]
     files += ["--picture", folder / "sizes.png"] if find_spec("matplotlib") else []
     result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *files), "decode")
     assert read(folder / "decode.json").as_dict() == result

@@ -18,7 +18,7 @@ from matrix import matrix
 from shell import ROOT
 
 from offload.bench.gpu import __main__ as runner
-from offload.bench.gpu.__main__ import Files, Step, all_steps, main, rows_of, statuses
+from offload.bench.gpu.__main__ import Files, Step, all_steps, main, measured, statuses
 from offload.bench.gpu.cards import WAYS
 from offload.bench.harness.record import read_rows
 
@@ -43,15 +43,18 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def run(folder: Path, *steps: Step, budget_s: float | None = None, resume: Path | None = None) -> int:
-    """With as much time as all of them want; more would be given to them."""
-    budget_s = sum(one.budget_s for one in steps) if budget_s is None else budget_s
-    options = ["--out", str(folder), "--budget", str(budget_s), *(["--resume", str(resume)] if resume else [])]
-    return main(options, lambda is_rehearsal: steps)
+def run(folder: Path, *steps: Step) -> int:
+    budget_s = sum(each.budget_s for each in steps)
+    return main(["--out", str(folder), "--budget", str(budget_s)], lambda is_rehearsal: steps)
 
 
-def names_in(folder: Path, name: str) -> list[str]:
-    return [one["row"] for one in rows_of(read_rows(Files(folder).rows), name)]
+def names_in(folder: Path) -> list[str]:
+    return [row["row"] for row in measured(read_rows(Files(folder).rows))]
+
+
+def ends_in(folder: Path) -> list[str]:
+    """Return the steps in the order of their ends."""
+    return [row["step"] for row in read_rows(Files(folder).rows) if "step" in row]
 
 
 def status(folder: Path, name: str) -> str:
@@ -76,16 +79,16 @@ ENDS = {  # what a step does after its first row, its budget, and what is then s
 def test_a_step_that_ends_in_any_way_keeps_its_rows_and_stops_no_other(what: str, tmp_path: Path) -> None:
     code, budget_s, said = ENDS[what]
     steps = step("first", "add('one')\n" + code, budget_s), step("second", "add('other')")
-    assert run(tmp_path / "out", *steps) == 0
     out = tmp_path / "out"
-    assert names_in(out, "first")[0] == "one" and names_in(out, "second") == ["other"]
+    assert run(out, *steps) == 0
+    names = names_in(out)
+    assert names[0] == "one" and names[-1] == "other"
     assert status(out, "first") == said and status(out, "second") == "done"
-    assert ("late" in names_in(out, "first")) == ("interrupted" in what)
+    assert ("late" in names) == ("interrupted" in what)
     assert f"{said}\n" in Files(out).summary.read_text() and len(list(out.iterdir())) <= 8
-    again = tmp_path / "again"
-    assert run(again, *steps, budget_s=budget_s, resume=out / "rows.jsonl") == 0
-    begun = [row["step"] for row in read_rows(Files(again).rows) if row.get("event") == "begin"]
-    assert begun == ["first", "second", *(["first"] if said != "done" else [])], "what is done is not repeated"
+    assert run(out, *steps) == 0
+    again = ["first"] if said != "done" else []
+    assert ends_in(out) == ["first", "second", *again], "what is done is not repeated"
 
 
 @pytest.mark.full
@@ -99,15 +102,14 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
 
 def test_a_wrong_token_skips_timings_and_nothing_else(tmp_path: Path) -> None:
     wrong = "add('gate: failed', promise='exact', is_met=False, error='wrong'); sys.exit(2)"
-    others = step("timing", "add('fast')", skips_after=("gate",)), step("tests", "add('green')")
+    others = step("timing", "add('fast')", is_timing=True), step("tests", "add('green')")
     out = tmp_path / "out"
     run(out, step("gate", wrong), *others)
-    assert status(out, "timing") == "skipped: wrong tokens in gate" and not names_in(out, "timing")
-    assert names_in(out, "tests") == ["green"] and "MISSED exact" in Files(out).summary.read_text()
-    run(out, step("gate", "add('gate: equal', promise='exact', is_met=True)"), *others, resume=out / "rows.jsonl")
-    assert names_in(out, "timing") == ["fast"] and "met    exact" in Files(out).summary.read_text()
-    begun = [row["step"] for row in read_rows(Files(out).rows) if row.get("event") == "begin"]
-    assert begun == ["gate", "tests", "gate", "timing"]
+    assert status(out, "timing") == "skipped: wrong tokens" and names_in(out) == ["gate: failed", "green"]
+    assert "MISSED exact" in Files(out).summary.read_text()
+    run(out, step("gate", "add('gate: equal', promise='exact', is_met=True)"), *others)
+    assert "fast" in names_in(out) and "met    exact" in Files(out).summary.read_text()
+    assert ends_in(out) == ["gate", "timing", "tests", "gate", "timing"]
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def test_ctrl_c_ends_all_of_it(number: signal.Signals, tmp_path: Path) -> None:
     assert ran.returncode == 130 and not err, err
     assert is_gone(pid) and status(tmp_path / "out", "hangs") == "interrupted"
     assert b"interrupted" in out and b"open   exact" in out
-    assert b"not begun" in out and "later" not in statuses(read_rows(Files(tmp_path / "out").rows))
+    assert b"not begun" in out and ends_in(tmp_path / "out") == ["hangs"]
 
 
 @pytest.mark.full
@@ -149,9 +151,9 @@ def test_a_runner_that_is_killed_takes_its_step_along(tmp_path: Path) -> None:
         ran.kill()
         ran.wait()
         assert is_gone(pid)
-    assert status(out, "hangs") == "killed with the runner" and names_in(out, "hangs") == ["pid"]
-    run(out, step("hangs", "add('more')"), resume=out / "rows.jsonl")
-    assert names_in(out, "hangs") == ["pid", "more"] and status(out, "hangs") == "done"
+    assert names_in(out) == ["pid"] and not ends_in(out)
+    run(out, step("hangs", "add('more')"))
+    assert names_in(out) == ["pid", "more"] and status(out, "hangs") == "done"
 
 
 def test_what_the_table_names_is_there() -> None:
@@ -161,12 +163,11 @@ def test_what_the_table_names_is_there() -> None:
         modules = [word for flag, word in zip(one.command, one.command[1:], strict=False) if flag in ("-m", "-p")]
         assert all(find_spec(name) for name in modules if name.startswith("offload.")), one
         assert all((ROOT / word).is_file() for word in one.command if word.startswith("tests/")), one
-        assert all(name in [other.name for other in all_steps(False)] for name in one.skips_after)
         assert one.least_s <= one.budget_s <= _MOST_S / 2
     names = [one.name for one in all_steps(False)]
     assert names == [one.name for one in all_steps(True)] and names[:3] == ["facts", "gate", "device"]
     assert sum(one.budget_s for one in all_steps(False)) <= _MOST_S
-    assert json.dumps([one._asdict() for one in all_steps(False)]).count("{rows}") == len(all_steps(False))
+    assert json.dumps([one._asdict() for one in all_steps(False)]).count("{rows}") == len(all_steps(False)) - 3
 
 
 def is_gone(pid: int) -> bool:
