@@ -5,15 +5,12 @@ offload.bench.suite` is the same from a checkout where nothing is installed.
 """
 
 import os
-import re
 import runpy
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -72,9 +69,7 @@ class LazyCommands(TyperGroup):
         return load_command(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in COMMANDS:
-            refuse_unknown_flags(args[0], args[1:])
-        elif not args[0].startswith("-"):
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
             meant = did_you_mean(args[0], COMMANDS)
             raise UserError(f"No such command {args[0]!r:.80}{meant} (see offload bench --help)")
         return super().resolve_command(ctx, args)
@@ -96,33 +91,8 @@ class LazyCommands(TyperGroup):
                 formatter.write_dl(list(commands.items()))
 
 
-def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
-    """Refuse what is no word of a bench's source, without the seconds that imports take."""
-    source = ""
-    for module in (_home(name), "offload.bench.harness.command"):
-        spec = find_spec(module)
-        assert spec is not None and spec.origin is not None, "it is one of ours"
-        source += Path(spec.origin).read_text(encoding="utf-8")
-    # a value may hold flags of another program, several words
-    words = [word for word in arguments if word.startswith("--") and word != "--"]
-    flags = [word.partition("=")[0] for word in words if " " not in word or "=" in word]
-    known = {_as_flag(word) for word in re.findall(r"[a-z_]+(?:-[a-z]+)*", source)}
-    # a parameter, a key of the table of flags, or a name of its own
-    likely = re.findall(r'^    "?(\w+)"?: |"--([\w-]+)"', source, re.MULTILINE)
-    for flag in flags:
-        if flag not in {*known, "--help"}:
-            meant = did_you_mean(
-                flag, {_as_flag(flag_name or other) for flag_name, other in likely}
-            )
-            raise UserError(f"No such option: {flag}{meant} (see offload bench {name} --help)")
-
-
 def _home(name: str) -> str:
     return f"offload.bench.{_HOMES.get(name, 'latency.' + name.replace('-', '_'))}"
-
-
-def _as_flag(word: str) -> str:
-    return "--" + word.replace("_", "-")
 
 
 def load_command(name: str) -> Any:

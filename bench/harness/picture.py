@@ -28,7 +28,6 @@ _BAR = "#0b7a5b"
 _CEILING = "#ddd8ce"
 _INK = "#1d1c1a"
 _SOFT = "#66625b"
-_BAD = "#b3261e"
 
 
 class Bar(NamedTuple):

@@ -160,15 +160,6 @@ def test_the_suite_runs_from_a_checkout() -> None:
     assert outcome.code == 2 and outcome.err == said
 
 
-@pytest.mark.parametrize("name", suite.COMMANDS)
-def test_unknown_flags_are_refused_before_anything_is_imported(name: str) -> None:
-    """By a look at the source, which knows every flag that the parser knows."""
-    for param in suite.load_command(name).params:
-        suite.refuse_unknown_flags(name, [flag for flag in param.opts if flag.startswith("--")])
-    with pytest.raises(UserError, match=f"No such option: --nope.*see offload bench {name} --help"):
-        suite.refuse_unknown_flags(name, ["--nope=3"])
-
-
 def test_sigterm_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(decode, "timed_run", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
