@@ -14,7 +14,6 @@ from offload.bench import suite
 from offload.bench.harness.command import Effort
 from offload.bench.harness.record import read
 from offload.bench.latency import decode, many, passes, quantised
-from offload.errors import UserError
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
