@@ -151,7 +151,7 @@ def write_summary(steps: Sequence[Step], files: Files) -> str:
 
 
 def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> str:
-    """Run a step; return how it ended."""
+    """Run a step; return its status."""
     print(f"{step.name}: at most {limit_s:.0f} s", flush=True)
     log.write(f"== {step.name}\n".encode())
     log.flush()
@@ -208,7 +208,7 @@ def _end(child: "subprocess.Popen[bytes]") -> int | None:
 
 
 def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
-    """Return how each step ended last, and its seconds."""
+    """Return the last status and the seconds of each step."""
     return {row["step"]: (row["status"], row["wall_s"]) for row in rows if "step" in row}
 
 

@@ -63,7 +63,7 @@ def plain_read_s(shards: Sequence[Path], num_bytes: int) -> float:
 
 
 def plain_write_s(folder: Path, num_bytes: int) -> float:
-    """Return the seconds in which so many random bytes are on the disk of a folder."""
+    """Return the seconds until `num_bytes` of random numbers are on the disk of a folder."""
     block = os.urandom(BLOCK_BYTES)
     with TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()

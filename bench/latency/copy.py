@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
     @property
     def opened(self) -> "Case":
-        """Return what a decoder is opened for: fixed trees share one with room for the largest."""
+        """Return the case of the decoder that it shares: fixed trees have one with room for the largest."""
         is_fixed = self.tree not in ("auto", "none")
         return self._replace(name="", tree=_LARGEST if is_fixed else self.tree)
 
@@ -215,7 +215,7 @@ def compare(
 
 
 def packed(bench: Bench, target: Path, rounds: int) -> list[Row]:
-    """Return how fast each form is written, beside the disk's own rate in the same minutes."""
+    """Return the rate at which each form is written, beside the disk's own in the same minutes."""
     rows = list[Row]()
     write_s = [plain_write_s(target.parent, _WRITE_BYTES)]
     for number, form in bench.turns(range(rounds), (PACKED, BESIDE), "packing"):
