@@ -1,6 +1,5 @@
 """Sizes of routed experts from headers alone, by expert or in stacks, plain or coded; and stacks taken apart."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +8,8 @@ from mixture_headers import coded_stacks, mixture
 from plans import model_shape
 from tiny import FAMILIES, build, save
 
-from offload.checkpoint.layout import BLOCK_BYTES, TensorPart
+from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.open import open_checkpoint
-from offload.checkpoint.tensors import TensorEntry
 
 EXPERT_BYTES = 3 * 2048 * 768 * 2
 
@@ -72,18 +70,3 @@ def test_saved_models_have_the_experts_that_their_parameters_are(
     assert experts is not None and (experts.num_experts, experts.num_chosen) == (num_experts, num_chosen)
     record_bytes = sum(weight[0].nbytes for weight in stacks) / experts.num_layers
     assert record_bytes <= experts.slot_bytes <= record_bytes + 6 * BLOCK_BYTES
-
-
-class Counted(list[TensorPart]):
-    num_seen = 0
-
-    def __iter__(self) -> Iterator[TensorPart]:
-        for part in super().__iter__():
-            self.num_seen += 1
-            yield part
-
-
-def apart(num_experts: int) -> Counted:
-    """Gate and up of each, 3 rows of 8 numbers each, one behind the other in the file and in the stack."""
-    entries = (TensorEntry(0, "F32", (3, 8), 96 * index, 96 * index + 96) for index in range(2 * num_experts))
-    return Counted(TensorPart(entry, 24 * index) for index, entry in enumerate(entries))

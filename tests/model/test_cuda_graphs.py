@@ -203,11 +203,12 @@ def test_a_draft_that_cannot_be_recorded_runs_on_without(
 
 def test_a_draft_that_can_be_is_recorded(paper: Paper, tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama", tmp_path)
+    wanted = first_rows(resident_model(checkpoint, "float32"))
     with Capturing(paper):
         model = draft_on_card(checkpoint)
         assert use_graphs(model) is None
         torch.cuda.empty_cache()
-        first_rows(model)
+        torch.testing.assert_close(first_rows(model), wanted, atol=2e-5, rtol=1e-4)
     assert paper.num_replays == 2, "one to see whether it goes, and the pass"
 
 

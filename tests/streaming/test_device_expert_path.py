@@ -1,7 +1,6 @@
-"""Mixtures on a device without one, their experts one by one: what transformers writes, from pools of any size.
+"""Mixtures on a device without one, their experts one by one: read ahead, expanded there, with few looks of the host.
 
-Copies come late, slots hold NaN before anything comes into them, and tensors of the device and of the host cannot be
-mixed where a test says so.
+That their texts are transformers' from pools of any size is seen in `test_races.py` and on a card.
 """
 
 from pathlib import Path
@@ -16,7 +15,6 @@ from test_device_path import BUDGETS, device, pair_of, place_layers
 from test_experts import logits_of, opened, whole_layers
 from test_families import config_of, tiny_model
 from test_path_rows import CLOSE
-from test_tiny import prompts
 from tiny import save
 
 import offload
@@ -28,8 +26,7 @@ from offload.streaming.experts import ExpertPool
 
 __all__ = ["device"]  # a fixture
 LOAD: dict[str, Any] = {"context": 128, "threads": 1, "experts": "demand", **BUDGETS}
-TREES, NUM_NEW = ("none", "8x3", "grown:16x6"), 10
-SIZES = {"least": (2, 2), "some": (9, 5), "few here, many there": (4, 30), "all": (48, 2)}
+SIZES = {"least": (2, 2), "some": (9, 5)}
 
 
 def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slots: int, *tiers: str) -> None:
@@ -42,37 +39,6 @@ def poisoned(decoder: Decoder) -> ExpertPool:
     assert pool is not None and isinstance(pool.carrier, DeviceExpertCarrier)
     pool.poison_released = True
     return pool
-
-
-@pytest.mark.parametrize(("family", "sizes"), [*(("qwen3-moe", sizes) for sizes in SIZES), ("mixtral", "least")])
-def test_greedy_ids_equal_transformers(
-    family: str, sizes: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second run of each tree finds both pools warm."""
-    target, draft, wanted = pair_of(family, base)
-    place_experts(monkeypatch, *SIZES[sizes], "RESIDENT")
-    with offload.load(target, draft, tree="16x6", **LOAD) as decoder:
-        pool = poisoned(decoder)
-        for tree in (*TREES, TREES[0]):
-            got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
-            assert got.token_ids == wanted[:NUM_NEW], tree
-            assert pool.num_misses or sizes == "all"
-        slab_bytes = {record.slab_bytes for record in pool.layouts}
-        assert got.stats.bytes_streamed <= max(slab_bytes) * pool.num_misses
-        if sizes == "all":
-            assert got.stats.bytes_streamed == 0
-
-
-@pytest.mark.parametrize("tiers", [("DISK",), ("PINNED",), ("PINNED", "DISK", "RESIDENT", "DISK")])
-def test_dense_parts_stream_beside_experts(
-    tiers: tuple[str, ...], device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft, wanted = pair_of("qwen3-moe", base)
-    place_experts(monkeypatch, 5, 7, *tiers)
-    with offload.load(target, draft, tree="16x6", **LOAD) as decoder:
-        poisoned(decoder)
-        for tree in TREES:
-            assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree).token_ids == wanted[:NUM_NEW]
 
 
 def test_a_long_prompt_is_read_ahead(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ gets to it, not when it was enqueued, and a released slot holds NaN.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from itertools import chain
@@ -73,7 +73,7 @@ def streaming(
         store.close()
 
 
-def sweep(stream: LayerStream, device: FakeDevice, pause: Callable[[], object] = lambda: None) -> list[str]:
+def sweep(stream: LayerStream, device: FakeDevice) -> list[str]:
     """One sweep; what the kernels will have seen that was not their layer, once the device has run them."""
     wrong: list[str] = []
 
@@ -83,7 +83,6 @@ def sweep(stream: LayerStream, device: FakeDevice, pause: Callable[[], object] =
 
     stream.begin_sweep()
     for layer in range(NUM_LAYERS):
-        pause()
         slab = stream.acquire(layer)
         for _ in range(2):  # the later kernel of a layer is the one that a hasty copy would hit
             device.launch(lambda layer=layer, slab=slab: look(layer, slab))
@@ -91,8 +90,8 @@ def sweep(stream: LayerStream, device: FakeDevice, pause: Callable[[], object] =
     return wrong
 
 
-def sweeps(stream: LayerStream, device: FakeDevice, count: int = 3, **more: Any) -> list[str]:
-    wrong = [sweep(stream, device, **more) for _ in range(count)]
+def sweeps(stream: LayerStream, device: FakeDevice, count: int = 3) -> list[str]:
+    wrong = [sweep(stream, device) for _ in range(count)]
     device.finish()
     return [*chain.from_iterable(wrong)]
 

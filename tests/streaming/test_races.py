@@ -21,7 +21,7 @@ from test_cuda_graphs import passes
 from test_device_expert_path import SIZES as POOLS
 from test_device_expert_path import place_experts
 from test_device_experts import NUM_EXPERTS, RECORDS, SIZES, chosen
-from test_device_layers import LAYOUTS, NUM_LAYERS, TIERS
+from test_device_layers import LAYOUTS, LEAD_BYTES, NUM_LAYERS, TIERS
 from test_device_path import BUDGETS, pair_of, place_layers
 from test_device_path import TIERS as PLACED
 from test_tiny import prompts
@@ -31,9 +31,11 @@ from vector_clocks import ClockDevice, Clocks, follow_threads
 
 import offload
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.open import open_checkpoint
 from offload.model import cuda_graphs
 from offload.model.cuda_graphs import use_graphs
+from offload.model.headers import describe
 from offload.model.kv_cache import KVCache
 from offload.planning.cost_model import NEVER
 from offload.streaming import cuda as staging
@@ -58,10 +60,16 @@ def watched(store: Any, clocks: Clocks) -> Any:
     return store
 
 
+def assert_is(slab: Tensor, number: int) -> None:
+    """What is in order is right for every schedule where it is right for this one."""
+    assert bool((slab[: BLOCK_BYTES - LEAD_BYTES] == number).all()), f"{number} saw {int(slab[0])}"
+
+
 def sweep(stream: LayerStream, clocks: Clocks, num_layers: int = NUM_LAYERS) -> None:
     stream.begin_sweep()
     for layer in range(num_layers):
         slab = stream.acquire(layer)
+        assert_is(slab, layer)
         clocks.use("compute", slab, "a layer computes")
         clocks.use("compute", slab, "a layer computes")
         stream.release(layer)
@@ -104,9 +112,12 @@ def experts(num_slots: int, num_host_slots: int, ahead_rows: int = NEVER, *, poi
                 for experts_L in chosen(3, num_chosen):
                     pool.begin_pass(1)
                     for layer, wanted in enumerate(experts_L[:num_layers]):
-                        for _, __, slab in pool.bring(layer, wanted, [1] * len(wanted)):
+                        for expert, _, slab in pool.bring(layer, wanted, [1] * len(wanted)):
+                            assert_is(slab, layer * NUM_EXPERTS + expert)
                             clocks.use("compute", slab, "an expert computes")
                             clocks.use("compute", slab, "an expert computes")
+                            if layer == num_layers - 1 == 1:
+                                break  # the pass ends with a kernel under way, whose slot is wanted at once
 
     return run
 
@@ -155,6 +166,10 @@ def ring(num_bytes: int) -> Run:
         for _ in range(60):
             source = torch.from_numpy(draw.integers(0, 255, int(draw.integers(1, num_bytes // 3)), dtype=np.uint8))
             assert torch.equal(uploads.send(source), source)
+        transposed, bf16 = torch.arange(12).view(3, 4).t(), torch.ones(3, 5, dtype=torch.bfloat16)
+        for source in (torch.tensor(7), transposed, bf16, torch.ones(9) > 0):
+            there = uploads.send(source)
+            assert there.dtype == source.dtype and there.shape == source.shape and torch.equal(there, source)
         device.synchronize(device.mark(device.compute))
         pinned.close()
 
@@ -273,6 +288,8 @@ def written(family: str, base: Path, patch: pytest.MonkeyPatch, **options: Any) 
     """The whole of a decoder: every operation on the card is looked at, in the step that does it."""
     device = ClockDevice(Clocks(), torch_device=place())
     target, draft, wanted = pair_of(family, base)
+    for model in (target, draft):
+        describe(model)  # is kept: the pass without numbers is none of the card's
     follow_threads(patch, device)
     how = {"context": 128, "threads": 1, "profile": "none", **BUDGETS, **options}
     with ClockCard(ClockPaper(device)), offload.load(target, draft, device=device, tree="16x6", **how) as decoder:

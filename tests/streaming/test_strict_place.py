@@ -6,13 +6,11 @@ operation that brings numbers of the host to the card is counted, and so is what
 same, for every way of drafting, drawing, adjusting and verifying.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice, FakeStream
@@ -20,7 +18,6 @@ from matrix import matrix
 from passes import with_weights
 from plans import model_shape
 from strict_place import OnCard, StrictDevice, attend_on_card, place
-from test_cuda_graphs import passes
 from test_device_expert_path import place_experts
 from test_device_path import BUDGETS, TIERS, device, pair_of, place_layers
 from test_families import config_of, tiny_model
@@ -34,14 +31,10 @@ from offload.calibration import startup
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.engine.request import Request
-from offload.model.cuda_graphs import Graphs, Work
 from offload.model.headers import describe
-from offload.model.kv_cache import KVCache
 from offload.model.tree_model import TreeModel
 from offload.sampling import sampler as sampling
 from offload.sampling_options import Sampling
-from offload.streaming import cuda as staging
-from offload.streaming.cuda import StagingRing
 from offload.trees.topology import DynamicShape
 
 __all__ = ["device"]  # a fixture
@@ -128,35 +121,6 @@ def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> 
     assert num_bytes[False] <= shape.table_bytes <= num_bytes[False] + slack
 
 
-class Recorder:
-    """Stands in for a CUDA graph, in which nothing may cross over."""
-
-    def __init__(self, card: StrictDevice) -> None:
-        self._card, self.num_recorded = card, 0
-
-    def __call__(self, work: Work) -> Work:
-        before = len(self._card.looks), len(self._card.sends)
-        work()
-        assert (len(self._card.looks), len(self._card.sends)) == before, "a recording cannot wait or fetch"
-        self.num_recorded += 1
-        return work
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma3"])
-def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save(build(FAMILIES[family]()), tmp_path))
-    plain = resident_model(checkpoint, "float32")
-    wanted = passes(plain, KVCache(plain.num_layers, 29 + 24 + 12))
-    with StrictDevice() as card:
-        recorder, model = Recorder(card), resident_model(checkpoint, "float32", place())
-        model.set_attention_kernel(attend_on_card)
-        model.set_graph_runner(Graphs(model, lambda: recorder))
-        got = passes(model, KVCache(model.num_layers, 29 + 24 + 12))
-    assert recorder.num_recorded > 2
-    for ours, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(ours.held, theirs, atol=2e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("mistake", ["noise", "masks", "numpy"])
 def test_what_is_left_on_the_wrong_side_is_refused(
     mistake: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,75 +143,6 @@ def test_what_is_left_on_the_wrong_side_is_refused(
     refused = pytest.raises((RuntimeError, TypeError), match=r"(on|of) the card")
     with card, offload.load(target, draft, tree="8x3", **LOAD) as decoder, refused:
         decoder.generate(prompts()[1], temperature=0.8, max_new_tokens=4, tree="grown:8x3")
-
-
-class Late:
-    """A device that reads when it is waited for, and in the order in which it was asked."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.work = array, deque[Callable[[], None]]()
-        self.num_waits = 0
-
-    def ring(self) -> StagingRing:
-        return StagingRing(self.array, Seen(self), self.record, self.synchronize)  # type: ignore[arg-type]
-
-    def record(self) -> list[bool]:
-        event: list[bool] = []
-        self.work.append(lambda: event.append(True))
-        return event
-
-    def synchronize(self, event: list[bool]) -> None:
-        self.num_waits += 1
-        while not event:
-            self.work.popleft()()
-
-    def finish(self) -> None:
-        while self.work:
-            self.work.popleft()()
-
-
-class Seen:
-    """The array as that device sees it; a kernel over it is done later, into memory that holds no number yet."""
-
-    def __init__(self, device: Late, lo: int = 0, hi: int | None = None) -> None:
-        self.device, self.words = device, torch.from_numpy(device.array).view(torch.int64)[lo:hi]
-
-    def __getitem__(self, part: slice) -> "Seen":
-        return Seen(self.device, part.start, part.stop)
-
-    def bitwise_or(self, _: int) -> Tensor:
-        out = torch.full_like(self.words, -1)
-        self.device.work.append(lambda: (out.copy_(self.words), None)[1])
-        return out
-
-
-@pytest.mark.parametrize("part_bytes", [1, 3000, 1 << 20])
-@pytest.mark.parametrize("ring_bytes", [4096, 8192, 1 << 20])
-def test_what_was_sent_arrives_however_late_it_is_read(
-    ring_bytes: int, part_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "_PART_BYTES", part_bytes)
-    device = Late(np.zeros(ring_bytes, np.uint8))
-    ring, generator = device.ring(), torch.Generator().manual_seed(0)
-    sent = []
-    for index in range(300):
-        num_bytes = int(torch.randint(1, 4000, (1,), generator=generator))
-        source = torch.randint(0, 2, (num_bytes,), generator=generator).to(torch.uint8)
-        source = source.bool() if index % 3 else source
-        assert ring.has_room_for(source)
-        sent.append((ring.send(source), source))
-    device.finish()
-    assert all(there.dtype == source.dtype and torch.equal(there, source) for there, source in sent)
-    assert (device.num_waits > 0) == (ring_bytes < 300 * 2000)
-
-
-def test_types_shapes_and_strides() -> None:
-    transposed, bf16 = torch.arange(12).view(3, 4).t(), torch.ones(3, 5, dtype=torch.bfloat16)
-    for source in (torch.tensor(7), transposed, bf16, torch.ones(9) > 0):
-        device = Late(np.zeros(4096, np.uint8))
-        there = device.ring().send(source)
-        device.finish()
-        assert there.shape == source.shape and torch.equal(there, source)
 
 
 WARM = Sampling(temperature=0.8, seed=4)
