@@ -17,8 +17,8 @@ class BigramModel:
         self.vocab_size, self.num_rows = num_tokens, list[int]()
         self.logits_VV = spread * torch.randn(num_tokens, num_tokens, generator=torch.Generator().manual_seed(3))
 
-    def new_cache(self, num_slots: int, *more: object) -> KVCache:
-        return KVCache(self.num_layers, num_slots, *more)  # type: ignore[arg-type]
+    def new_cache(self, num_slots: int, *others: object) -> KVCache:
+        return KVCache(self.num_layers, num_slots, *others)  # type: ignore[arg-type]
 
     def encode_prompt(self, *_: object) -> None:
         """There is no encoder."""

@@ -135,13 +135,13 @@ def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
 
 
 @torch.no_grad()
-def path_scores(family: str, tokens: Sequence[int], path: Sequence[int], **how: bool) -> Tensor:
+def path_scores(family: str, tokens: Sequence[int], path: Sequence[int], **options: bool) -> Tensor:
     """Return the scores (V) behind a path of guesses, below tokens of which the last has no state yet; all afresh.
 
     Row i of a layer is that of token i + 1. A layer has no rows for its number of tokens at the beginning but those
     that are made of zeros.
     """
-    _, model, mtp = carrying(family, **how)
+    _, model, mtp = carrying(family, **options)
     hidden_TD = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
     token_T = torch.tensor([*tokens[1:], *path])
     num = len(token_T)
@@ -173,9 +173,9 @@ def _rows(model: Any, mtp: Any, layer: Any, token_T: Tensor, fed_TD: Tensor) -> 
     mask = torch.zeros(is_hidden_TT.shape).masked_fill(is_hidden_TT, torch.finfo(torch.float32).min)
     by_kind = {"layer_type": kind} if getattr(mtp, "has_per_layer_rope", False) else {}
     turn = mtp.rotary_emb(mixed_1TD, place_T[None], **by_kind) if mtp.rotary_emb is not None else None
-    more = {"attention_mask": mask[None, None], "position_ids": place_T[None], "position_embeddings": turn}
+    extra = {"attention_mask": mask[None, None], "position_ids": place_T[None], "position_embeddings": turn}
     for block in layer.mtp_block if isinstance(layer.mtp_block, ModuleList) else [layer.mtp_block]:
-        mixed_1TD = block(mixed_1TD, **more)
+        mixed_1TD = block(mixed_1TD, **extra)
     out_TD: Tensor = mixed_1TD[0]
     return out_TD
 

@@ -14,7 +14,7 @@ class Access(NamedTuple):
     """What an operation does to one tensor."""
 
     memory: Tensor
-    what: str
+    deed: str
     writes: bool
 
 
@@ -35,14 +35,14 @@ class ClockPaper(Paper):
     def replays(self, graph: PaperGraph) -> None:
         stream = "a stream of its own" if self._strays else self.now.name
         for access in self._done_by[graph]:
-            self.device.clocks.use(stream, access.memory, access.what, writes=access.writes)
+            self.device.clocks.use(stream, access.memory, access.deed, writes=access.writes)
 
     def note(self, access: Access) -> None:
         """It is done now, or recorded."""
         if self.capturing is not None:
             self._done_by.setdefault(self.capturing, []).append(access)
         else:
-            self.device.clocks.use(self.now.name, access.memory, access.what, writes=access.writes)
+            self.device.clocks.use(self.now.name, access.memory, access.deed, writes=access.writes)
 
 
 class ClockCard(StrictDevice):
@@ -62,11 +62,11 @@ class ClockCard(StrictDevice):
         schema, given = func._schema, kwargs or {}
         if self._paper.device.is_moving:
             return out
-        if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
+        if any(argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.returns):
             return out  # a view
         operands = set[int]()
         for argument, value in [*zip(schema.arguments, args, strict=False)] + [
-            (one, given[one.name]) for one in schema.arguments if one.name in given
+            (argument, given[argument.name]) for argument in schema.arguments if argument.name in given
         ]:
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(value):

@@ -36,11 +36,13 @@ class OfHeader(NamedTuple):
 
 def recognise(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> RecognisedWeight:
     """By the first format that knows the tensors, by suffix."""
-    headers = {suffix: OfHeader(_NAMES[one.dtype], tuple(one.shape)) for suffix, one in tensors.items()}
-    for one in FORMATS:
-        found = one.recognise({key: own for key, own in headers.items() if key in one.suffixes}, settings)
-        if found is not None:
-            return found
+    headers = {suffix: OfHeader(_NAMES[tensor.dtype], tuple(tensor.shape)) for suffix, tensor in tensors.items()}
+    for known_format in FORMATS:
+        result = known_format.recognise(
+            {key: value for key, value in headers.items() if key in known_format.suffixes}, settings
+        )
+        if result is not None:
+            return result
     raise AssertionError(f"no format knows {sorted(tensors)}")
 
 
@@ -52,15 +54,15 @@ def expanded(
     expansion: Expansion = REFERENCE,
 ) -> Tensor:
     """The weight, after what is said of its bytes was compared with what they are."""
-    found = recognise(tensors, settings)
-    (words,) = found.words
+    result = recognise(tensors, settings)
+    (words,) = result.words
     stored_B = tensors[words].contiguous().flatten().view(torch.uint8)
-    assert len(stored_B) == found.coding.stored_bytes(shape)
-    ready = found.coding.prepare({suffix: tensors[suffix] for suffix in found.companions}, shape)
-    held = sum(one.numel() * one.element_size() for one in ready.values())
-    assert held == found.coding.companion_bytes(shape)
+    assert len(stored_B) == result.coding.stored_bytes(shape)
+    ready = result.coding.prepare({suffix: tensors[suffix] for suffix in result.companions}, shape)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in ready.values())
+    assert held == result.coding.companion_bytes(shape)
     around = torch.full((shape[0] + 2, *shape[1:]), 7.0, dtype=dtype)
-    found.coding.expand(stored_B, ready, around[1:-1], expansion)
+    result.coding.expand(stored_B, ready, around[1:-1], expansion)
     assert bool((around[0] == 7).all() and (around[-1] == 7).all()), "written beside its place"
     return around[1:-1]
 
@@ -75,7 +77,7 @@ class _Views(TorchDispatchMode):
     """Refuses operators that make numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_view = any(one.alias_info is not None for one in func._schema.returns)
+        is_view = any(operand.alias_info is not None for operand in func._schema.returns)
         assert is_view or func.name().startswith("aten::empty"), f"{func} where threads share rows"
         return func(*args, **(kwargs or {}))
 

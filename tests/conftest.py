@@ -131,7 +131,7 @@ def _is_for_gpu(config: pytest.Config) -> bool:
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """All that is imported stays: looking for waste meanwhile takes a quarter of the time."""
     gc.disable()
-    if [Path(one).resolve() for one in session.config.args] == [Path(__file__).parent]:
+    if [Path(arg).resolve() for arg in session.config.args] == [Path(__file__).parent]:
         _import_from_the_end()
     yield
     gc.freeze()
@@ -194,7 +194,7 @@ def _num_readers() -> int:
     return sum(thread.name.startswith("offload-read") for thread in threading.enumerate())
 
 
-def _reciter(name: str, pieces: Sequence[str] = (), *, is_chat: bool = False, **how: Any) -> Any:
+def _reciter(name: str, pieces: Sequence[str] = (), *, is_chat: bool = False, **options: Any) -> Any:
     """Return the fixture of a model that says these pieces, or those of all."""
 
     @pytest.fixture(scope="session", name=name)
@@ -203,7 +203,7 @@ def _reciter(name: str, pieces: Sequence[str] = (), *, is_chat: bool = False, **
         from tiny import save_reciter
 
         template = TEMPLATE if is_chat else None
-        return save_reciter(tmp_path_factory.mktemp(name), pieces or PIECES, chat_template=template, **how)
+        return save_reciter(tmp_path_factory.mktemp(name), pieces or PIECES, chat_template=template, **options)
 
     return model
 

@@ -53,13 +53,13 @@ def mark_costly(items: Iterable[pytest.Item]) -> None:
         if not item.get_closest_marker("full") and not item.get_closest_marker("always"):
             cases[function_of(item.nodeid)].append(item)
     for function in cases.keys() & costs.keys():
-        own = cases[function]
+        function_cases = cases[function]
         chance = random_of_the_seed(function)
         afforded_s = _PROMISED_S if function.partition("::")[0] in guards else _QUICK_S
-        num_quick = min(len(own), costs[function].num_quick(chance.random(), afforded_s))
-        drawn = chance.sample(range(len(own)), num_quick)
-        for index in set(range(len(own))).difference(drawn):
-            own[index].add_marker("full")
+        num_quick = min(len(function_cases), costs[function].num_quick(chance.random(), afforded_s))
+        drawn = chance.sample(range(len(function_cases)), num_quick)
+        for index in set(range(len(function_cases))).difference(drawn):
+            function_cases[index].add_marker("full")
 
 
 def slice_of_the_seed(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -118,7 +118,7 @@ class Meter:
 def _processor_s() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     forked = sys.modules.get("forked")
-    return sum(one.ru_utime + one.ru_stime for one in used) + (sum(forked.SPENT_S) if forked else 0.0)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used) + (sum(forked.SPENT_S) if forked else 0.0)
 
 
 def write_costs(measured: Path) -> None:

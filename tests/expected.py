@@ -14,7 +14,7 @@ def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
 
 
 def rank_trees(
-    trees: TreeSearch, costs: Costs, traffic_of: Callable[[int], Traffic | None], **how: Any
+    trees: TreeSearch, costs: Costs, traffic_of: Callable[[int], Traffic | None], **options: Any
 ) -> list[Prediction]:
     """All trees of one search, the best first, as `search` ranks them."""
-    return search(lambda _: trees, trees.max_nodes, costs, traffic_of, **how)[1]
+    return search(lambda _: trees, trees.max_nodes, costs, traffic_of, **options)[1]

@@ -24,13 +24,14 @@ def extents(path: Path) -> dict[str, tuple[int, int]]:
     """Where each tensor lies in a file of safetensors or GGUF."""
     if path.suffix == ".gguf":
         tensors = GGUFReader(path).tensors
-        return {one.name: (int(one.data_offset), int(one.data_offset + one.n_bytes)) for one in tensors}
+        return {tensor.name: (int(tensor.data_offset), int(tensor.data_offset + tensor.n_bytes)) for tensor in tensors}
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
     header.pop("__metadata__", None)
     return {
-        name: (8 + size + own["data_offsets"][0], 8 + size + own["data_offsets"][1]) for name, own in header.items()
+        name: (8 + size + value["data_offsets"][0], 8 + size + value["data_offsets"][1])
+        for name, value in header.items()
     }
 
 

@@ -53,12 +53,12 @@ class Warm(subprocess.Popen[Any]):
         """Ask for a child that has these files and this environment."""
         assert not (preexec_fn or pass_fds or shell) and args[0] == sys.executable, args
         wish = {
-            "argv": [os.fspath(one) for one in args[1:]],
+            "argv": [os.fspath(arg) for arg in args[1:]],
             "environment": dict(os.environ if env is None else env),
             "folder": os.fspath(cwd or os.getcwd()),
             "starts_session": start_new_session,
         }
-        files = [own if own != -1 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
+        files = [file if file != -1 else number for number, file in enumerate((p2cread, c2pwrite, errwrite))]
         self._channel = _server().connect()
         _send(self._channel, wish, files)
         self.pid, _ = _STATUS.unpack(_received(self._channel, _STATUS.size))
@@ -86,9 +86,9 @@ class Warm(subprocess.Popen[Any]):
         self.returncode = os.waitstatus_to_exitcode(status)
 
 
-def popen(command: Sequence[Any], **how: Any) -> "subprocess.Popen[Any]":
+def popen(command: Sequence[Any], **options: Any) -> "subprocess.Popen[Any]":
     """Return a process of this Python as `subprocess.Popen` would, but warm where that can be."""
-    return (Warm if HAS_FORKS else subprocess.Popen)(command, **how)
+    return (Warm if HAS_FORKS else subprocess.Popen)(command, **options)
 
 
 class _Server:
@@ -159,7 +159,7 @@ def _serve(listener: socket.socket) -> dict[str, Any] | None:
     running: dict[int, tuple[int, socket.socket]] = {}
     while True:
         ready, _, _ = select.select([0, listener, *running], [], [])
-        for pidfd in [one for one in ready if one in running]:
+        for pidfd in [ready_file for ready_file in ready if ready_file in running]:
             pid, channel = running.pop(pidfd)
             os.close(pidfd)
             _, status, used = os.wait4(pid, 0)
@@ -214,20 +214,20 @@ def _stream(number: int, coding: str, errors: str, is_unbuffered: bool) -> io.Te
 
 
 def _run(wish: Mapping[str, Any]) -> None:
-    how, *arguments = wish["argv"]
-    if how == "-m":
+    options, *arguments = wish["argv"]
+    if options == "-m":
         name, *sys.argv[1:] = arguments
         sys.path.insert(0, os.getcwd())
         runpy.run_module(name, run_name="__main__", alter_sys=True)
-    elif how == "-c":
+    elif options == "-c":
         code, *sys.argv[1:] = arguments
-        sys.argv[0] = how
+        sys.argv[0] = options
         sys.path.insert(0, "")
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
     else:
         sys.argv[:] = wish["argv"]
-        sys.path.insert(0, os.path.dirname(how))
-        runpy.run_path(how, run_name="__main__")
+        sys.path.insert(0, os.path.dirname(options))
+        runpy.run_path(options, run_name="__main__")
 
 
 def _main() -> None:

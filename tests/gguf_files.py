@@ -126,7 +126,7 @@ def write_gguf(
     """
     model, rng = build(config, seed).float(), np.random.default_rng(seed)
     arch, stored, weights = ARCH[config.model_type], {}, {}
-    known = [one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    known = [value for value, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
     if not known:
         pytest.skip(f"this gguf has no {arch}")
     names = gguf.get_tensor_name_map(known[0], 99)
@@ -138,28 +138,28 @@ def write_gguf(
             continue
         values = tensor.numpy().copy()
         if fuses and name.endswith("experts.gate_up_proj"):
-            pieces, rebuild = [(name, values)], lambda found: found[0]
+            pieces, rebuild = [(name, values)], lambda stored: stored[0]
         else:
             pieces, rebuild = _pieces(arch, config, name, values)
         numbers = []
         for full, values in pieces:
-            own = OWN_NAMES.get(full.rpartition("layers.")[2].partition(".")[2])
-            own = own and f"blk.{full.split('.')[2]}.{own}"
-            own = own or names.get_name(full, try_suffixes=(".weight", ".bias"))
-            assert own is not None, full
-            is_vector = values.ndim < 2 or own.endswith(("ssm_conv1d.weight", ".bias"))
-            used = vectors if is_vector else _kind_of(own, kind, mix or {})
-            raw, number = _stored(values, used, heads.get(own.split(".")[-2], 0), rng)
-            stored[own] = raw, used
+            text = OWN_NAMES.get(full.rpartition("layers.")[2].partition(".")[2])
+            text = text and f"blk.{full.split('.')[2]}.{text}"
+            text = text or names.get_name(full, try_suffixes=(".weight", ".bias"))
+            assert text is not None, full
+            is_vector = values.ndim < 2 or text.endswith(("ssm_conv1d.weight", ".bias"))
+            used = vectors if is_vector else _kind_of(text, kind, mix or {})
+            raw, number = _stored(values, used, heads.get(text.split(".")[-2], 0), rng)
+            stored[text] = raw, used
             numbers.append(number)
         weights[name] = torch.from_numpy(rebuild(numbers)).reshape(tensor.shape)
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     if arch == "llama" and (factors := _factors(config)) is not None:
         stored["rope_freqs.weight"] = (factors, "F32")
-    stored |= {own: (raw, "F32") for own, raw in (extra or {}).items()}
+    stored |= {entry: (raw, "F32") for entry, raw in (extra or {}).items()}
     if changed is not None:
-        stored = {own: (changed(own, raw).astype(raw.dtype), used) for own, (raw, used) in stored.items()}
+        stored = {entry: (changed(entry, raw).astype(raw.dtype), used) for entry, (raw, used) in stored.items()}
     return Written(_write(config, path, arch, stored, max_tensors, says or {}), model)
 
 
@@ -184,12 +184,12 @@ def _pieces(
         base = name.replace("mlp.experts", "block_sparse_moe.experts") if arch == "llama" else name
         if name.endswith("down_proj"):
             name = base.replace("down_proj", "w2") if arch == "llama" else base
-            return [(f"{name}.weight", values)], lambda found: found[0]
+            return [(f"{name}.weight", values)], lambda stored: stored[0]
         ends = ("w1", "w3") if arch == "llama" else ("gate_proj", "up_proj")
         both = zip(ends, np.split(values, 2, 1), strict=True)
         return [
             (base.replace("gate_up_proj", end) + ".weight", half) for end, half in both
-        ], lambda found: np.concatenate(found, 1)
+        ], lambda stored: np.concatenate(stored, 1)
     if arch == "llama":
         name = name.replace("mlp.gate.", "block_sparse_moe.gate.")
     if name.endswith("kv_b_proj.weight"):
@@ -197,12 +197,12 @@ def _pieces(
         value_HRD = values.reshape(heads, -1, values.shape[1])
         keys, rows = value_HRD[:, :nope].swapaxes(1, 2), value_HRD[:, nope:]
         pieces = [(name.replace("kv_b", "k_b"), np.ascontiguousarray(keys)), (name.replace("kv_b", "v_b"), rows)]
-        return pieces, lambda found: np.concatenate([found[0].swapaxes(1, 2), found[1]], 1)
+        return pieces, lambda stored: np.concatenate([stored[0].swapaxes(1, 2), stored[1]], 1)
     added = np.float32(
         name.endswith("norm.weight") and "linear_attn" not in name and arch in ("gemma3", "qwen35", "qwen35moe")
     )
     if "linear_attn." not in name or name.endswith("norm.weight"):
-        return [(name, values + added)], lambda found: found[0] - added
+        return [(name, values + added)], lambda stored: stored[0] - added
     if name.endswith("A_log"):
         values = -np.exp(values)
     if "conv1d" in name:
@@ -210,8 +210,8 @@ def _pieces(
     order = _tiled_order(config, name, values)
     axis = int("out_proj" in name)
     log = np.log if name.endswith("A_log") else None
-    back = lambda found: np.take(found[0], order.argsort(), axis)  # noqa: E731
-    rebuild = (lambda found: log(-back(found))) if log is not None else back
+    back = lambda stored: np.take(stored[0], order.argsort(), axis)  # noqa: E731
+    rebuild = (lambda stored: log(-back(stored))) if log is not None else back
     return [(name, np.ascontiguousarray(np.take(values, order, axis)))], rebuild
 
 
@@ -219,13 +219,13 @@ def _pieces_of_gpt_oss(name: str, values: np.ndarray) -> tuple[list[tuple[str, n
     """Matrices of experts are turned, and those of gate and up, which alternate, are stored apart."""
     stem, end = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
     rows = values if end == "bias" else np.ascontiguousarray(values.swapaxes(1, 2))
-    turned = (lambda found: found) if end == "bias" else (lambda found: found.swapaxes(1, 2))
+    turned = (lambda stored: stored) if end == "bias" else (lambda stored: stored.swapaxes(1, 2))
     if stem.endswith("down_proj"):
-        return [(f"{stem}.{end}", rows)], lambda found: turned(found[0])
+        return [(f"{stem}.{end}", rows)], lambda stored: turned(stored[0])
     halves = [np.ascontiguousarray(rows[:, turn::2]) for turn in (0, 1)]
     named = [(f"{stem.replace('gate_up', half)}.{end}", part)
              for half, part in zip(("gate", "up"), halves, strict=True)]  # fmt: skip
-    return named, lambda found: turned(np.stack(found, 2).reshape(rows.shape))
+    return named, lambda stored: turned(np.stack(stored, 2).reshape(rows.shape))
 
 
 def _tiled_order(config: PreTrainedConfig, name: str, values: np.ndarray) -> np.ndarray:
@@ -247,9 +247,9 @@ def interleaved(row_RD: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(row_RD.shape)
 
 
-def _kind_of(own: str, kind: str, mix: Mapping[str, str]) -> str:
-    usual = "Q6_K" if own == "token_embd.weight" and kind == "Q4_K" else kind
-    stem = own.removesuffix(".weight")
+def _kind_of(name: str, kind: str, mix: Mapping[str, str]) -> str:
+    usual = "Q6_K" if name == "token_embd.weight" and kind == "Q4_K" else kind
+    stem = name.removesuffix(".weight")
     return mix.get(stem.removeprefix("blk."), mix.get(stem.rpartition(".")[2], usual))
 
 
@@ -318,7 +318,7 @@ def metadata_of(config: PreTrainedConfig, arch: str) -> dict[str, Any]:
     if getattr(config, "sliding_window", None) and arch in ("llama", "gemma3", "gpt-oss"):
         said["attention.sliding_window"] = config.sliding_window
     named = {f"{arch}.{key}": value for key, value in said.items()}
-    named |= {f"tokenizer.ggml.{one}_token_id": getattr(config, f"{one}_token_id") for one in ("bos", "eos")}
+    named |= {f"tokenizer.ggml.{entry}_token_id": getattr(config, f"{entry}_token_id") for entry in ("bos", "eos")}
     return {**named, "tokenizer.ggml.padding_token_id": config.pad_token_id, "tokenizer.ggml.model": "no_vocab"}
 
 

@@ -351,7 +351,7 @@ def assistant_scores(num_shared: int, has_clusters: bool, tokens: Sequence[int],
         embedded_11D = model.get_input_embeddings()(torch.tensor([[token]]))
         given = torch.cat([embedded_11D, hidden_11D], -1)
         place = torch.tensor([[len(tokens) - 1]])
-        found = assistant(has_clusters=has_clusters)[1](inputs_embeds=given, position_ids=place, shared_kv_states=keys)
-        hidden_11D = found.last_hidden_state
-    scores_V: Tensor = found.logits[0, -1]
+        result = assistant(has_clusters=has_clusters)[1](inputs_embeds=given, position_ids=place, shared_kv_states=keys)
+        hidden_11D = result.last_hidden_state
+    scores_V: Tensor = result.logits[0, -1]
     return scores_V

@@ -61,11 +61,11 @@ class InMemory:
         boxes = {way: self._hub.boxes[way[0], self.rank, way[1]] for way in ways}
         with self._hub.changed:
             while (now_s := time.perf_counter()) < limit_s:
-                due_s, found = min(((box[0][0], way) for way, box in boxes.items() if box), default=(limit_s, None))
-                if found is not None and due_s <= now_s:
-                    return found
+                due_s, result = min(((box[0][0], way) for way, box in boxes.items() if box), default=(limit_s, None))
+                if result is not None and due_s <= now_s:
+                    return result
                 self._raise_loss()
-                if found is None and self._hub.ended.issuperset(source for source, _ in ways):
+                if result is None and self._hub.ended.issuperset(source for source, _ in ways):
                     raise RankError(f"{list(ways)} have ended")
                 self._hub.changed.wait(due_s - now_s)
         raise RankError(f"{list(ways)} are silent")
@@ -82,7 +82,7 @@ class InMemory:
 
     is_stalled = False
 
-    def note_work(self, what: str, *, is_under_way: bool) -> None:
+    def note_work(self, work: str, *, is_under_way: bool) -> None:
         self.noted.append(is_under_way)
 
     def fail(self, reason: str) -> None:
@@ -109,7 +109,7 @@ class InMemory:
         try:
             self._hub.parts[self.rank] = part.clone()
             self._hub.barrier.wait(self._limit_s)
-            parts = [one for one in self._hub.parts if one is not None]
+            parts = [part for part in self._hub.parts if part is not None]
             self._hub.barrier.wait(self._limit_s)
         except threading.BrokenBarrierError:
             raise RankError("another rank has left") from None

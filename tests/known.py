@@ -16,8 +16,8 @@ def no_profile(*_: object) -> tuple[Profile | None, str]:
     return None, "none here"
 
 
-def known_of(link: float | None = None, **more: Any) -> Knowledge:
-    return Knowledge(link=LinkRate(link, Provenance.MEASURED) if link else UNKNOWN_LINK, **more)
+def known_of(link: float | None = None, **options: Any) -> Knowledge:
+    return Knowledge(link=LinkRate(link, Provenance.MEASURED) if link else UNKNOWN_LINK, **options)
 
 
 def selector(

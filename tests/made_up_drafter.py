@@ -23,8 +23,8 @@ LAYER = "model.layers.0."
 def first_layer(target: Checkpoint, value: str) -> Checkpoint:
     """Return a checkpoint of the target's first layer: something with weights of its own."""
     tensors = {
-        name: one
-        for name, one in target.tensors.items()
+        name: value
+        for name, value in target.tensors.items()
         if not name.startswith("model.layers.") or name.startswith(LAYER)
     }
     return replace(target, config={**target.config, "num_hidden_layers": 1}, tensors=tensors)

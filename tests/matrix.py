@@ -21,10 +21,10 @@ def seed_of_commit(folder: Path = Path(__file__).parent) -> str:
     """Return the first 32 bits of the commit's hash in decimals, as the Makefile has them, or `NO_COMMIT`."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+        message = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return NO_COMMIT
-    return str(int(told[:8], 16))
+    return str(int(message[:8], 16))
 
 
 # Set for the workers, too: a commit meanwhile does not change a run.
@@ -48,20 +48,20 @@ def matrix(
 
 def rows(name: str, all_: Iterable[Any], always: Iterable[Any] = (), daily: int = 0) -> list[Any]:
     """Return the rows of `matrix`, for the `params` of a fixture."""
-    found = [*all_]
+    results = [*all_]
     wanted = [*always]
-    unknown = [one for one in wanted if not any(_is_named(row, one) for row in found)]
+    unknown = [name for name in wanted if not any(_is_named(row, name) for row in results)]
     assert not unknown, f"{unknown} are no rows of the table of {name}"
-    others = [index for index, row in enumerate(found) if not any(_is_named(row, one) for one in wanted)]
-    chosen = random_of_the_seed(name, len(found)).sample(others, min(daily, len(others)))
+    others = [index for index, row in enumerate(results) if not any(_is_named(row, name) for name in wanted)]
+    chosen = random_of_the_seed(name, len(results)).sample(others, min(daily, len(others)))
     left_out = set(others) - set(chosen)
     is_single = "," not in name
-    return [_only_in_full(row, is_single) if index in left_out else row for index, row in enumerate(found)]
+    return [_only_in_full(row, is_single) if index in left_out else row for index, row in enumerate(results)]
 
 
-def random_of_the_seed(*what: object) -> random.Random:
+def random_of_the_seed(*others: object) -> random.Random:
     """Return numbers of the seed, other ones for each `what`."""
-    return random.Random(" ".join(map(str, (TEST_SEED, *what))))
+    return random.Random(" ".join(map(str, (TEST_SEED, *others))))
 
 
 def _is_named(row: Any, name: Any) -> bool:

@@ -25,12 +25,12 @@ def mixture(num_dense: int = 0, *, is_stacked: bool = False, **changes: Any) -> 
     width, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
     for layer in range(config["num_hidden_layers"]):
-        own: Shapes = {f"self_attn.{name}_proj.weight": (1024, width) for name in "qkvo"}
-        own["mlp.shared_experts.up_proj.weight"] = (inner, width)
+        reply: Shapes = {f"self_attn.{name}_proj.weight": (1024, width) for name in "qkvo"}
+        reply["mlp.shared_experts.up_proj.weight"] = (inner, width)
         if layer >= num_dense:
-            own["mlp.gate.weight"] = (count, width)
-            own |= _stacks(count, inner, width) if is_stacked else _each(count, inner, width)
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+            reply["mlp.gate.weight"] = (count, width)
+            reply |= _stacks(count, inner, width) if is_stacked else _each(count, inner, width)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in reply.items()}
     shapes["lm_head.weight"] = (config["vocab_size"], width)
     named = {name: ("bfloat16", shape) for name, shape in shapes.items()}
     kept, chosen = (8, 128), config["num_experts_per_tok"]
@@ -55,7 +55,7 @@ def coded_stacks(checkpoint: Checkpoint) -> Checkpoint:
 
 def _each(count: int, inner: int, width: int) -> Shapes:
     parts = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-    return {f"mlp.experts.{one}.{part}.weight": shape for one in range(count) for part, shape in parts.items()}
+    return {f"mlp.experts.{expert}.{part}.weight": shape for expert in range(count) for part, shape in parts.items()}
 
 
 def _stacks(count: int, inner: int, width: int) -> Shapes:

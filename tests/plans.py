@@ -18,13 +18,13 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
 
 
 def specified_files(*files: Checkpoint | None) -> ModelFiles:
-    return ModelFiles(*(one and specified(one) for one in files))
+    return ModelFiles(*(file and specified(file) for file in files))
 
 
 def plan_memory(files: Iterable[Checkpoint | None], *, num_nodes: int, **budget: Any) -> MemoryPlan:
     """Plan for files; sizes may be written out, such as `1GiB`."""
     given = {name: budget.pop(name, None) for name in ("ram", "gpu")}
-    sizes = {f"{name}_bytes": one and ByteSize.parse(one, f"`{name}`") for name, one in given.items()}
+    sizes = {f"{name}_bytes": value and ByteSize.parse(value, f"`{name}`") for name, value in given.items()}
     return planner.plan_memory(specified_files(*files), MemoryBudget(**budget, **sizes), num_nodes)
 
 

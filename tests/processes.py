@@ -50,26 +50,26 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 late.append(rank)
         self.kill(*late)
-        for told, rank in self._told.items():
-            while told.poll():
+        for channel, rank in self._told.items():
+            while channel.poll():
                 try:
-                    reports[rank].append(told.recv())
+                    reports[rank].append(channel.recv())
                 except EOFError:
                     break
-            told.close()
+            channel.close()
         assert not late, f"ranks {late} do not end; reported so far: {reports}"
         return reports
 
     def next_report(self) -> tuple[int, Any]:
         """Return (rank, what) of the first that reports."""
         while True:
-            for told in wait(list(self._told)):
-                assert isinstance(told, Connection)
+            for channel in wait(list(self._told)):
+                assert isinstance(channel, Connection)
                 try:
-                    return self._told[told], told.recv()
+                    return self._told[channel], channel.recv()
                 except EOFError:  # this one has ended
-                    del self._told[told]
-                    told.close()
+                    del self._told[channel]
+                    channel.close()
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks:
@@ -79,12 +79,12 @@ class Ranks:
 
 def _main() -> None:
     """Be a rank: do what standard input asks for. What is printed goes where errors go."""
-    told, asked = Connection(os.dup(1), readable=False), Connection(os.dup(0), writable=False)
+    answers, asked = Connection(os.dup(1), readable=False), Connection(os.dup(0), writable=False)
     os.dup2(2, 1)
     sys.path[:] = asked.recv()
     work, place, args = asked.recv()
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    work(place, told.send, *args)
+    work(place, answers.send, *args)
 
 
 if __name__ == "__main__":

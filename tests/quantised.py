@@ -54,7 +54,9 @@ def save_quantised(plain: Path, name: str, directory: Path, *, max_shard_size: s
     for key, tensor in _load(plain).items():
         stored = _store(key, tensor, recipe)
         base = key.removesuffix(".weight")
-        tensors |= {key: tensor} if stored is None else {base + suffix: one for suffix, one in stored.tensors.items()}
+        tensors |= (
+            {key: tensor} if stored is None else {base + suffix: value for suffix, value in stored.tensors.items()}
+        )
         weights[key] = tensor.float() if stored is None else stored.weight
     directory.mkdir(parents=True, exist_ok=True)
     for small in plain.glob("*"):
@@ -68,7 +70,7 @@ def save_quantised(plain: Path, name: str, directory: Path, *, max_shard_size: s
 
 
 def _load(directory: Path) -> dict[str, Tensor]:
-    return {key: one for shard in sorted(directory.glob("*.safetensors")) for key, one in load_file(shard).items()}
+    return {key: value for shard in sorted(directory.glob("*.safetensors")) for key, value in load_file(shard).items()}
 
 
 def _store(key: str, tensor: Tensor, recipe: Recipe) -> Stored | None:
@@ -112,8 +114,8 @@ def _grouped(
     group_K = _order(weight.shape[1], size) if ordered else group_of(weight.shape[1], size).int()
     num_groups, top = int(group_K.max()) + 1, (1 << bits) - 1
     columns = [weight[:, group_K == group] for group in range(num_groups)]
-    lo = torch.stack([one.amin(1) for one in columns], 1).clamp(max=0)
-    hi = torch.stack([one.amax(1) for one in columns], 1).clamp(min=0)
+    lo = torch.stack([tensor.amin(1) for tensor in columns], 1).clamp(max=0)
+    hi = torch.stack([tensor.amax(1) for tensor in columns], 1).clamp(min=0)
     if symmetric:
         scale, zero = torch.maximum(-lo, hi) / (top / 2), torch.full_like(lo, (top + 1) // 2)
     else:
@@ -190,7 +192,7 @@ def mlx(bits: int) -> Callable[[Tensor], Stored]:
         sign = 1 - 2 * (torch.arange(lo.numel()).view(lo.shape) % 2)
         scale = ((hi - lo) / ((1 << bits) - 1) * sign).bfloat16()
         bias = torch.where(sign > 0, lo, hi).bfloat16()
-        each, added = (one.float()[..., None] for one in (scale, bias))
+        each, added = (tensor.float()[..., None] for tensor in (scale, bias))
         codes = ((groups - added) / each).round().clamp(0, (1 << bits) - 1)
         words = pack(codes.flatten(-2), bits, -1).view(torch.uint32)
         return Stored({".weight": words, ".scales": scale, ".biases": bias}, (codes * each + added).flatten(-2))
@@ -242,8 +244,8 @@ def compressed(
     order = tuple(range(32 // bits)) if is_old else None
 
     def store(weight: Tensor) -> Stored:
-        how = {"symmetric": symmetric, "ordered": ordered}
-        codes, scale, zero, group_K, values = _grouped(weight, bits, group, dtype=torch.bfloat16, **how)
+        options = {"symmetric": symmetric, "ordered": ordered}
+        codes, scale, zero, group_K, values = _grouped(weight, bits, group, dtype=torch.bfloat16, **options)
         shape = torch.tensor(weight.shape)
         tensors = {".weight_packed": pack(codes, bits, 1, order), ".weight_scale": scale, ".weight_shape": shape}
         tensors |= {} if symmetric else {".weight_zero_point": pack(zero, bits, 0, order)}
@@ -272,8 +274,8 @@ def gptq(
     """AutoGPTQ's, whose first version stores zero points less one."""
 
     def store(weight: Tensor) -> Stored:
-        how = {"symmetric": symmetric, "ordered": ordered}
-        codes, scale, zero, group_K, values = _grouped(weight, bits, group, dtype=torch.float16, **how)
+        options = {"symmetric": symmetric, "ordered": ordered}
+        codes, scale, zero, group_K, values = _grouped(weight, bits, group, dtype=torch.float16, **options)
         words = {".qweight": pack(codes.t(), bits, 0), ".qzeros": pack(zero.t() - (2 - version), bits, 1)}
         return Stored({**words, ".scales": scale.t(), ".g_idx": group_K}, values)
 
@@ -348,12 +350,12 @@ def _packed_config(bits: int = 4, **weights: Any) -> dict[str, Any]:
     return _compressed_config("pack-quantized", num_bits=bits, **weights)
 
 
-def _gptq_config(bits: int = 4, group: int = GROUP, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | more
+def _gptq_config(bits: int = 4, group: int = GROUP, **options: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True} | options
 
 
-def _mlx_config(bits: int, **more: Any) -> dict[str, Any]:
-    return {"group_size": GROUP, "bits": bits, "mode": "affine"} | more
+def _mlx_config(bits: int, **options: Any) -> dict[str, Any]:
+    return {"group_size": GROUP, "bits": bits, "mode": "affine"} | options
 
 
 _IN_GROUPS: Mapping[str, Any] = {"strategy": "group", "group_size": GROUP}

@@ -51,10 +51,10 @@ def random_checkpoint(directory: Path, seed: int, *, remainder: int = 0, num_lay
     planned = [Planned(*row) for row in zip(names, dtypes, shapes, strict=True)]
     weight_map = {}
     for number, rows in enumerate(np.array_split(np.arange(len(planned)), 2 + seed % 2)):
-        own = [planned[index] for index in rows] + [Planned(f"filler{number}", "U8", (int(rng.integers(1, 99)),))]
+        stored = [planned[index] for index in rows] + [Planned(f"filler{number}", "U8", (int(rng.integers(1, 99)),))]
         file = directory / f"part-{number}.safetensors"
-        write_file(file, own, rng, remainder=remainder)
-        weight_map.update({tensor.name: file.name for tensor in own})
+        write_file(file, stored, rng, remainder=remainder)
+        weight_map.update({tensor.name: file.name for tensor in stored})
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (directory / "config.json").write_text("{}")
     return open_checkpoint(directory)

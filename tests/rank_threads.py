@@ -25,7 +25,7 @@ class _Others:
 
     def __init__(self, transports: Sequence[InMemory], load: Callable[[InMemory], Any]) -> None:
         self.errors: list[BaseException | None] = [None] * len(transports)
-        self._threads = [threading.Thread(target=self._run, args=(one, load)) for one in transports]
+        self._threads = [threading.Thread(target=self._run, args=(transport, load)) for transport in transports]
         for thread in self._threads:
             thread.start()
 
@@ -53,9 +53,9 @@ def rank_threads(
     transports = in_memory(num_ranks, delay)
 
     def load(transport: InMemory) -> Decoder:
-        own = hooks if transport.rank == 0 else _NOBODY
+        rank_hooks = hooks if transport.rank == 0 else _NOBODY
         wanted = LoadOptions(target, draft, **options(transport.rank))
-        return open_decoder(wanted, transport=transport, hooks=own)
+        return open_decoder(wanted, transport=transport, hooks=rank_hooks)
 
     with pytest.MonkeyPatch.context() as patch:  # what options look for; which rank a thread is, its transport says
         for name, value in {"RANK": 0, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():

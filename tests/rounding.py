@@ -46,16 +46,16 @@ def choices_beyond_doubt() -> Iterator[None]:
     least = math.inf
     plain = {where: where.topk for where in (torch, Tensor)}
 
-    def watched(scores: Tensor, k: int, dim: int = -1, *more: Any, topk: Any, **how: Any) -> Any:
+    def watched(scores: Tensor, k: int, dim: int = -1, *others: Any, topk: Any, **options: Any) -> Any:
         nonlocal least
         if scores.is_floating_point() and scores.shape[-1] > k and scores.device.type != "meta":
             best = topk(scores, k + 1, dim=-1).values.float()
             gap = (best[..., -2] - best[..., -1]) / best.abs().nan_to_num(posinf=0).amax(-1)
             least = min([least, *gap[best[..., -1] > -1e30].flatten().tolist()])
-        return topk(scores, k, dim, *more, **how)
+        return topk(scores, k, dim, *others, **options)
 
-    torch.topk = lambda *what, **how: watched(*what, topk=plain[torch], **how)
-    Tensor.topk = lambda *what, **how: watched(*what, topk=plain[Tensor], **how)  # type: ignore[method-assign]
+    torch.topk = lambda *rest, **options: watched(*rest, topk=plain[torch], **options)
+    Tensor.topk = lambda *rest, **options: watched(*rest, topk=plain[Tensor], **options)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ class Promise(Enum):
 
 def assert_same_bits(got: Tensor, wanted: Tensor, why: Promise, where: object = "") -> None:
     """Require equal shapes, types and numbers of what has been computed twice, and say why that is promised."""
-    kinds = [(one.dtype, tuple(one.shape)) for one in (got, wanted)]
+    kinds = [(tensor.dtype, tuple(tensor.shape)) for tensor in (got, wanted)]
     assert kinds[0] == kinds[1], f"{where}: {kinds}"
     if not torch.equal(got, wanted):
         num_other = int((got != wanted).sum())

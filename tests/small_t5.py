@@ -41,14 +41,14 @@ _SEEDS = {"v1.0": 8}  # with seed 0 its texts are a few words
 def build(layout: str, **sizes: Any) -> PreTrainedModel:
     """A random model whose every part matters: relative positions, the prompt, the head's scale."""
     torch.manual_seed(_SEEDS.get(layout, 0))
-    kind, how = LAYOUTS[layout]
-    model = AutoModelForSeq2SeqLM.from_config(kind(**{**_SIZES, **how, **sizes})).eval()
-    if not how["tie_word_embeddings"]:
+    kind, options = LAYOUTS[layout]
+    model = AutoModelForSeq2SeqLM.from_config(kind(**{**_SIZES, **options, **sizes})).eval()
+    if not options["tie_word_embeddings"]:
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.shared.weight))
     for name, parameter in model.named_parameters():
         scale = 1.0 if "relative" in name else 0.25 if parameter.ndim > 1 else 0.15
         parameter.data.normal_(float(parameter.ndim == 1), scale)
-    if how["tie_word_embeddings"]:  # embeddings that double as the head are small, or a token would repeat itself
+    if options["tie_word_embeddings"]:  # embeddings that double as the head are small, or a token would repeat itself
         model.shared.weight.data *= 0.2
         model.decoder.final_layer_norm.weight.data *= 60
     return model
@@ -87,6 +87,6 @@ def reference(directory: Path, prompt: list[int], num_new: int) -> list[int]:
     """What transformers writes greedily; its own cache is as long as the encoder, which may be shorter."""
     model = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids, cache = torch.tensor([prompt]), EncoderDecoderCache(DynamicCache(), DynamicCache())
-    how = {"max_new_tokens": num_new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **how)
+    options = {"max_new_tokens": num_new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **options)
     return beyond_doubt(torch.cat(out.logits)).tolist()

@@ -91,9 +91,9 @@ class StrictDevice(TorchDispatchMode):
         self.entered.append(self)
         return super().__enter__()
 
-    def __exit__(self, *what: Any) -> None:
+    def __exit__(self, *others: Any) -> None:
         self.entered.pop()
-        super().__exit__(*what)
+        super().__exit__(*others)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = _run(func, args, kwargs or {})
@@ -102,7 +102,7 @@ class StrictDevice(TorchDispatchMode):
         is_read = not any(isinstance(leaf, OnCard) for leaf in tree_leaves(out))
         if is_of_card and (is_read or _has_a_size_to_wait_for(func, operands)):
             self.looks.append(sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)) or 1)
-        elif not is_read and (sent := [one.numel() for one in operands if _is_sent(func, one)]):
+        elif not is_read and (sent := [tensor.numel() for tensor in operands if _is_sent(func, tensor)]):
             self.sends.append(max(sent))
         return out
 
@@ -114,9 +114,9 @@ def _is_sent(func: Any, operand: Tensor) -> bool:
 
 def attend_on_card(query: Tensor, key: Tensor, value: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
     """In the kernel's place: it reads what lies there and nothing else, by operations that a card can look at."""
-    assert all(isinstance(one, OnCard) for one in (query, key, value, rows.walk_TL))
+    assert all(isinstance(tensor, OnCard) for tensor in (query, key, value, rows.walk_TL))
     sink_H = None if terms.sink_H is None else terms.sink_H.held
-    *states, walk_TL = (one.clone().held for one in (query, key, value, rows.walk_TL))
+    *states, walk_TL = (tensor.clone().held for tensor in (query, key, value, rows.walk_TL))
     return OnCard(path_attention(*states, replace(rows, walk_TL=walk_TL), replace(terms, sink_H=sink_H)))
 
 
@@ -150,7 +150,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _refuse_host(func: Any, tensors: list[Tensor]) -> None:
     """CUDA takes single numbers from the host, and nothing else."""
-    strangers = [tuple(one.shape) for one in tensors if not isinstance(one, OnCard) and one.ndim]
+    strangers = [tuple(tensor.shape) for tensor in tensors if not isinstance(tensor, OnCard) and tensor.ndim]
     if strangers:
         raise RuntimeError(f"{func}: expected all tensors on the card, those of shape {strangers} are on the host")
 

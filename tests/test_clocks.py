@@ -54,10 +54,10 @@ LOOKS = ("time.time()", "from time import time", "datetime.now(UTC)", "os.stat(p
 
 
 def test_the_wall_clock_is_for_people() -> None:
-    found = [(str(path), line, what) for path, source in sources() for line, what in looks_at_the_wall(source)]
-    wrong = [f"{path}:{line} {what}: take time.monotonic" for path, line, what in found if (path, what) not in TOLD]
+    results = [(str(path), line, look) for path, source in sources() for line, look in looks_at_the_wall(source)]
+    wrong = [f"{path}:{line} {look}: take time.monotonic" for path, line, look in results if (path, look) not in TOLD]
     assert not wrong, "\n" + "\n".join(wrong)
-    assert TOLD.keys() == {(path, what) for path, _, what in found}
+    assert TOLD.keys() == {(path, look) for path, _, look in results}
     assert all(list(looks_at_the_wall(source)) for source in LOOKS), "a look is found"
 
 
@@ -79,13 +79,13 @@ class Jumps:
         return lambda: real() + random.choice([-1, 0, 1]) * type(real())(YEARS_S) * unit
 
     def _steady(self, real: Callable[[], float]) -> Callable[[], float]:
-        def told() -> float:
+        def steady() -> float:
             self._num_looks += 1
             if self._every and self._num_looks % self._every == 0:
                 self.sleep()
             return real() + self._pause_s
 
-        return told
+        return steady
 
 
 def test_a_text_is_the_same_whatever_clocks_do(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +94,9 @@ def test_a_text_is_the_same_whatever_clocks_do(talker: Path, monkeypatch: pytest
         wanted = decoder.generate(PROMPT, max_new_tokens=40)
         with monkeypatch.context() as patch:
             Jumps(patch, every=7)
-            found = decoder.generate(PROMPT, max_new_tokens=40)
-    assert found.token_ids == wanted.token_ids
-    assert 0 < found.stats.num_sweeps == wanted.stats.num_sweeps
+            generation = decoder.generate(PROMPT, max_new_tokens=40)
+    assert generation.token_ids == wanted.token_ids
+    assert 0 < generation.stats.num_sweeps == wanted.stats.num_sweeps
 
 
 def test_a_stream_over_http_outlives_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:

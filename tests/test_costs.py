@@ -57,9 +57,9 @@ def test_the_table_is_of_tests_that_exist() -> None:
 TABLE = [*range(20), pytest.param(99, id="named", marks=pytest.mark.gpu)]
 
 
-def rows_on(day: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> list[Any]:
+def rows_on(day: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     monkeypatch.setattr(matrix, "TEST_SEED", day)
-    return matrix.rows("number", TABLE, **how)
+    return matrix.rows("number", TABLE, **options)
 
 
 def values(rows: list[Any], is_full: bool) -> set[Any]:
@@ -72,9 +72,9 @@ def test_what_always_runs_and_what_is_drawn_is_not_full(monkeypatch: pytest.Monk
     assert all(len(day) == 6 and {3, 99} <= day for day in days)
     assert set().union(*days) == {*range(20), 99}, "each has its day"
     assert days[7] == values(rows_on("7", monkeypatch, always=[3, "named"], daily=4), False)
-    found = rows_on("1", monkeypatch)
-    assert values(found, True) == {*range(20), 99}, "every row is there"
-    assert {mark.name for mark in found[-1].marks} == {"gpu", "full"} and found[-1].id == "named"
+    result = rows_on("1", monkeypatch)
+    assert values(result, True) == {*range(20), 99}, "every row is there"
+    assert {mark.name for mark in result[-1].marks} == {"gpu", "full"} and result[-1].id == "named"
     with pytest.raises(AssertionError, match=r"\[21\] are no rows of the table of number"):
         rows_on("1", monkeypatch, always=[21])
 

@@ -66,8 +66,12 @@ def missing_tests(text: str) -> Iterator[str]:
     for named, name in re.findall(r"`([\w/]*\btest_\w+\.py|(?=::))(?:::(test_\w+))?`", text):
         if named:
             path = named.removeprefix("tests/")
-            found = [one for one in (ROOT / "tests").rglob(Path(path).name) if one.as_posix().endswith(f"/{path}")]
-            source = found[0].read_text() if found else ""
+            results = [
+                candidate
+                for candidate in (ROOT / "tests").rglob(Path(path).name)
+                if candidate.as_posix().endswith(f"/{path}")
+            ]
+            source = results[0].read_text() if results else ""
         if not source or (name and f"def {name}(" not in source):
             yield f"{path}::{name}" if name else path
 
@@ -101,14 +105,14 @@ def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:
 def unknown(text: str) -> list[str]:
     """Return the commands and flags of a page that the program does not have."""
     known = every_command()
-    found = []
+    results = []
     for name, flags in commands_of(text):
         if name not in known:
-            found.append(name)
+            results.append(name)
         elif not hasattr(known[name], "commands"):
-            own = {flag for param in known[name].params for flag in [*param.opts, *param.secondary_opts]}
-            found += [f"{name} {flag}" for flag in flags if flag not in own]
-    return found
+            seen = {flag for param in known[name].params for flag in [*param.opts, *param.secondary_opts]}
+            results += [f"{name} {flag}" for flag in flags if flag not in seen]
+    return results
 
 
 def test_the_plan_that_a_page_shows_is_what_the_program_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +127,6 @@ def test_the_plan_that_a_page_shows_is_what_the_program_says(tmp_path: Path, mon
 
 def test_pictures_are_there_and_small() -> None:
     shown = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", README.read_text())
-    assert len(shown) == 2 and all(len(told) > 20 for told, _ in shown)
+    assert len(shown) == 2 and all(len(words) > 20 for words, _ in shown)
     pictures = list((ROOT / "docs" / "pictures").iterdir())
-    assert pictures and all(one.stat().st_size <= MOST_PICTURE_BYTES for one in pictures)
+    assert pictures and all(path.stat().st_size <= MOST_PICTURE_BYTES for path in pictures)

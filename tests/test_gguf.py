@@ -38,8 +38,8 @@ def wanted_logits(written: Written) -> Tensor:
     return written.model(TOKEN_T[None]).logits[0]
 
 
-def is_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+def is_close(first: Tensor, other: Tensor) -> bool:
+    return torch.allclose(first, other, rtol=1e-4, atol=1e-4)
 
 
 ALWAYS = {("llama", "Q8_0"), ("gemma3", "Q8_0")}  # rows and norms that a file has in another form
@@ -48,7 +48,7 @@ TRIED += [(name, kind) for name in ("llama", "gemma3") for kind in ("Q5_K", "Q6_
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [pytest.param(*one, marks=[pytest.mark.always] if one in ALWAYS else []) for one in TRIED]
+    ("name", "kind"), [pytest.param(*trial, marks=[pytest.mark.always] if trial in ALWAYS else []) for trial in TRIED]
 )
 def test_logits_are_those_of_the_expanded_weights(name: str, kind: str, tmp_path: Path) -> None:
     written = write_gguf(MODELS[name](), tmp_path / "m.gguf", kind)
@@ -68,10 +68,10 @@ def test_norms_and_biases_may_be_of_any_kind(name: str, kind: str, tmp_path: Pat
     checkpoint = open_headers(written.path, tmp_path / "original")
     assert all(entry.dtype == kind for entry in checkpoint.tensors.values() if len(entry.shape) == 1)
     assert is_close(own_logits(checkpoint), wanted_logits(written))
-    told = ("--config", tmp_path / "original")
+    message = ("--config", tmp_path / "original")
     for command in (
         ("verify", written.path),
-        ("plan", "-m", written.path, "--ram", "1GiB", "--disk-speed", "2GB", *told),
+        ("plan", "-m", written.path, "--ram", "1GiB", "--disk-speed", "2GB", *message),
     ):
         done = shell(*command)
         assert done.code == 0, done.err
@@ -81,12 +81,12 @@ def test_norms_and_biases_may_be_of_any_kind(name: str, kind: str, tmp_path: Pat
 ALONE = ("qwen3moe", "mixtral")
 
 
-def written_with_config(name: str, kind: str, folder: Path, **more: Any) -> Written:
+def written_with_config(name: str, kind: str, folder: Path, **options: Any) -> Written:
     """A file, with the config of its model in the folder."""
     config = CURRENT[name]()
     config.eos_token_id = None
-    more = {"seed": 2 if name == "qwen35" else 0, **more}
-    written = write_gguf(config, folder / "m.gguf", kind, says={"tokenizer.ggml.eos_token_id": None}, **more)
+    options = {"seed": 2 if name == "qwen35" else 0, **options}
+    written = write_gguf(config, folder / "m.gguf", kind, says={"tokenizer.ggml.eos_token_id": None}, **options)
     if name not in ALONE:
         (folder / "config.json").write_text(json.dumps(config.to_dict()))
     return written
@@ -102,7 +102,7 @@ def test_logits_of_current_families(name: str, tmp_path: Path) -> None:
 def test_gate_and_up_of_experts_may_be_one_stack(name: str, tmp_path: Path) -> None:
     written = written_with_config(name, "Q8_0", tmp_path, fuses=True)
     checkpoint = open_headers(written.path)
-    assert any(one.endswith("experts.gate_up_proj") for one in checkpoint.tensors)
+    assert any(text.endswith("experts.gate_up_proj") for text in checkpoint.tensors)
     assert is_close(own_logits(checkpoint), wanted_logits(written))
 
 
@@ -127,7 +127,7 @@ def test_kinds_may_go_by_tensor_and_layer(name: str, tmp_path: Path) -> None:
     kind, mix = MIXES[name]
     written = written_with_config(name, kind, tmp_path, mix=mix, max_tensors=9)
     checkpoint = open_headers(written.path)
-    assert len(checkpoint.shards) > 2 and {*mix.values()} <= {one.dtype for one in checkpoint.tensors.values()}
+    assert len(checkpoint.shards) > 2 and {*mix.values()} <= {tensor.dtype for tensor in checkpoint.tensors.values()}
     assert is_close(own_logits(checkpoint), wanted_logits(written))
     wanted = greedy(written, prompts()[1], 12)
     options: dict[str, Any] = {"ram": "1GiB", "context": 128, "threads": 1, "dtype": "float32", "experts": "demand"}
@@ -135,7 +135,7 @@ def test_kinds_may_go_by_tensor_and_layer(name: str, tmp_path: Path) -> None:
         assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted
 
 
-@matrix("name", [one for one in CURRENT if "moe" in one or one == "mixtral"], always=["qwen3moe"], daily=1)
+@matrix("name", [family for family in CURRENT if "moe" in family or family == "mixtral"], always=["qwen3moe"], daily=1)
 def test_experts_of_a_file_come_one_by_one(name: str, tmp_path: Path) -> None:
     written = written_with_config(name, "Q4_0", tmp_path)
     wanted = greedy(written, prompts()[1], 16)

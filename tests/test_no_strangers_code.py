@@ -49,11 +49,11 @@ def breaches(path: PurePosixPath, source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         yield from ((node.lineno, name) for name in _imports(node) if isinstance(node, ast.stmt))
         if isinstance(node, ast.Call):
-            yield from ((node.lineno, what) for what in _calls(node))
+            yield from ((node.lineno, breach) for breach in _calls(node))
         if isinstance(node, ast.Dict):  # of arguments, by `**`
             pairs = zip(node.keys, node.values, strict=True)
             given = {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}
-            yield from ((node.lineno, what) for what in _wrong(given))
+            yield from ((node.lineno, breach) for breach in _wrong(given))
         if isinstance(node, ast.Name) and node.id in BUILT_IN:  # also where it is handed on
             yield node.lineno, node.id
 
@@ -93,10 +93,10 @@ def _wrong(given: Mapping[Any, ast.expr]) -> Iterator[str]:
 
 @pytest.mark.always
 def test_no_file_runs_what_a_stranger_wrote() -> None:
-    found = [(str(path), line, what) for path, source in sources() for line, what in breaches(path, source)]
-    wrong = [f"{path}:{line} {what}" for path, line, what in found if (path, what) not in ALLOWED]
+    results = [(str(path), line, breach) for path, source in sources() for line, breach in breaches(path, source)]
+    wrong = [f"{path}:{line} {breach}" for path, line, breach in results if (path, breach) not in ALLOWED]
     assert not wrong, "\n" + "\n".join(wrong)
-    assert ALLOWED.keys() <= {(path, what) for path, _, what in found}, "what is needed no more"
+    assert ALLOWED.keys() <= {(path, breach) for path, _, breach in results}, "what is needed no more"
     assert {path.split("/")[0] for path, _ in ALLOWED} <= set(FOLDERS)
 
 

@@ -85,9 +85,9 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_CONFIG_HOME": str(folder / "offload-settings")}
     command = [sys.executable, "-c", LOOK]
     looking = popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    told, err = looking.communicate()
+    output, err = looking.communicate()
     assert looking.returncode == 0, err
-    return json.loads(told)
+    return json.loads(output)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,16 @@ def test_folders_of_the_wheel_exist() -> None:
 def versions(lines: Iterable[str], operator: str, python: str) -> dict[str, str]:
     """What these requirements say of versions with this operator, where they count for that Python."""
     wanted = [
-        one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate({"python_version": python})
+        requirement
+        for requirement in map(Requirement, lines)
+        if requirement.marker is None or requirement.marker.evaluate({"python_version": python})
     ]
-    return {one.name: part.version for one in wanted for part in one.specifier if part.operator == operator}
+    return {
+        requirement.name: part.version
+        for requirement in wanted
+        for part in requirement.specifier
+        if part.operator == operator
+    }
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
@@ -76,9 +83,9 @@ def test_make_test_floor_installs_every_floor(python: str) -> None:
     pins = [line for line in (ROOT / "constraints-floor.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = versions(pins, "==", python)
     assert len(pinned) >= 9
-    floors = [versions(one, ">=", python) for one in lists]
-    assert {name for own in floors for name in own} == pinned.keys()
-    assert all(pinned[name] == version for own in floors for name, version in own.items())
+    floors = [versions(requirements, ">=", python) for requirements in lists]
+    assert {name for floor in floors for name in floor} == pinned.keys()
+    assert all(pinned[name] == version for floor in floors for name, version in floor.items())
 
 
 @pytest.mark.parametrize("folder", ["kernels", "bench"])
@@ -105,7 +112,7 @@ def supply(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 def test_licences_of_all_that_the_wheel_needs() -> None:
-    told = supply("licences")
-    assert told.returncode == 0, told.stdout
-    names = {line.split()[0] for line in told.stdout.splitlines()}
+    message = supply("licences")
+    assert message.returncode == 0, message.stdout
+    names = {line.split()[0] for line in message.stdout.splitlines()}
     assert {"torch", "transformers", "jinja2", "safetensors", "uvicorn"} <= names and "pytest" not in names

@@ -52,7 +52,7 @@ def test_logits_have_the_same_bits(family: str, stored: str, dtype: str, expansi
     model = half(tmp_path / "model", family, dtype=getattr(torch, stored))
     wanted = logits(model, dtype)
     folder = packed(model)
-    assert any(".layers.0." in name and own.coded for name, own in open_checkpoint(folder).tensors.items())
+    assert any(".layers.0." in name and value.coded for name, value in open_checkpoint(folder).tensors.items())
     assert_same_bits(logits(folder, dtype, expansion), wanted, Promise.SAME_PRODUCTS)
     other = packed(half(tmp_path / "other", family, 1, getattr(torch, stored)))
     assert not torch.equal(logits(other, dtype, expansion), wanted), "else nothing is shown"
@@ -96,11 +96,11 @@ def test_experts_of_packed_stacks_come_one_by_one(family: str, tmp_path: Path) -
     save(tiny_model(config_of(family)).bfloat16(), model)
     stacks = {name for name in open_checkpoint(model).tensors if name.endswith("experts.gate_up_proj")}
     folder = packed(model)
-    own = open_checkpoint(folder).tensors
-    parts = [name for name in own if name.endswith(".gate_up_proj.rows.0")]
-    assert stacks and not stacks & {*own} and all(own[name].coded for name in parts)
+    tensors = open_checkpoint(folder).tensors
+    parts = [name for name in tensors if name.endswith(".gate_up_proj.rows.0")]
+    assert stacks and not stacks & {*tensors} and all(tensors[name].coded for name in parts)
     assert len(parts) == sum(open_checkpoint(model).tensors[name].shape[0] for name in stacks)
-    sizes = [model_shape(open_checkpoint(one)).experts for one in (model, folder)]
+    sizes = [model_shape(open_checkpoint(source)).experts for source in (model, folder)]
     assert all(sizes), "one by one, before and after"
     options: dict[str, Any] = {"ram": "1GiB", "context": 128, "threads": 1, "dtype": "float32"}
     texts = []
@@ -118,11 +118,11 @@ def test_an_expert_that_a_packed_file_lost_is_told(tmp_path: Path) -> None:
     model = tmp_path / "model"
     save(tiny_model(config_of("gpt_oss")).bfloat16(), model)
     files = [read_packed(path) for path in packed(model).glob("*.safetensors")]
-    own, lost = next((one, name) for one in files for name in one.tensors if name.endswith(".3.down_proj.rows.0"))
+    origin, lost = next((file, name) for file in files for name in file.tensors if name.endswith(".3.down_proj.rows.0"))
     assert stack_of(lost).endswith("experts.down_proj")
-    others = {name: entry for name, entry in own.tensors.items() if name != lost}
+    others = {name: entry for name, entry in origin.tensors.items() if name != lost}
     with pytest.raises(UserError, match=r"is in its header or in its packed files, not in both"):
-        write_original(tmp_path / "a.safetensors", [own._replace(tensors=others)], lambda _: None)
+        write_original(tmp_path / "a.safetensors", [origin._replace(tensors=others)], lambda _: None)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -140,9 +140,9 @@ def test_beside_a_copy_bits_are_the_same_and_the_copy_is_there_once(family: str,
     sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24}
     ids = []
     for target, draft in ((model, None), (model, "self:int4"), (folder, None), (folder, model), (folder, "self:int4")):
-        files = files_of([open_checkpoint(one) for one in (target, draft) if isinstance(one, Path)], draft, None)
+        files = files_of([open_checkpoint(model) for model in (target, draft) if isinstance(model, Path)], draft, None)
         roomy = plan_memory(files, ram=1 << 40, dtype=dtype, context=256, num_nodes=16)
-        passing_bytes = max(model_shape(one, dtype).beside_bytes for one in files if one)
+        passing_bytes = max(model_shape(file, dtype).beside_bytes for file in files if file)
         ram = roomy.fixed_bytes + max(2 * max(roomy.layer_bytes), passing_bytes) + 100
         options = {"ram": ram, "context": 256, "tree": "16x15" if draft else "none", "threads": 1, "dtype": dtype}
         with offload.load(str(target), draft and str(draft), **options) as decoder:
@@ -150,13 +150,13 @@ def test_beside_a_copy_bits_are_the_same_and_the_copy_is_there_once(family: str,
             assert plan.streamed_bytes or dtype == "float32"
             ids.append(decoder.generate(prompts()[1], **sampling).token_ids)
             if target == folder and draft == "self:int4":
-                own = decoder.drafter.model
-                copy, shared = decoder.target._model._expanded._companions, own.held._matrices
-                words = {one["word"].data_ptr() for one in copy.values()}
-                assert words == {one.word_NK.data_ptr() for one in shared}, "the copy is there twice"
-                scales = {one["scale"].data_ptr() for one in copy.values()}
-                assert (scales == {one.scale.data_ptr() for one in shared}) == (dtype == "bfloat16")
-    assert all(one == ids[0] for one in ids)
+                tensor = decoder.drafter.model
+                copy, shared = decoder.target._model._expanded._companions, tensor.held._matrices
+                words = {held["word"].data_ptr() for held in copy.values()}
+                assert words == {words.word_NK.data_ptr() for words in shared}, "the copy is there twice"
+                scales = {held["scale"].data_ptr() for held in copy.values()}
+                assert (scales == {words.scale.data_ptr() for words in shared}) == (dtype == "bfloat16")
+    assert all(tokens == ids[0] for tokens in ids)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3-moe"])
@@ -165,5 +165,5 @@ def test_what_is_held_beside_the_words_is_what_is_planned(family: str, tmp_path:
     checkpoint = open_checkpoint(packed(half(tmp_path / "model", family)))
     assert any(entry.coded for name, entry in checkpoint.tensors.items() if "embed_tokens" in name)
     held = resident_model(checkpoint, "bfloat16")._expanded._companions
-    num_bytes = sum(tensor.untyped_storage().nbytes() for own in held.values() for tensor in own.values())
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensors in held.values() for tensor in tensors.values())
     assert num_bytes == model_shape(checkpoint).companion_bytes > 0

@@ -119,8 +119,10 @@ def test_a_transposed_weight_is_refused(format: str, tmp_path: Path) -> None:
     turned = RECIPES[format].store(weight.T.contiguous()).tensors
     for path in model.directory.glob("*.safetensors"):
         tensors = load_file(path)
-        own = {name: turned[name.removeprefix(base)] for name in tensors if name.startswith(base)}
-        save_file(tensors | {name: one.contiguous() for name, one in own.items()}, path, metadata={"format": "pt"})
+        reply = {name: turned[name.removeprefix(base)] for name in tensors if name.startswith(base)}
+        save_file(
+            tensors | {name: tensor.contiguous() for name, tensor in reply.items()}, path, metadata={"format": "pt"}
+        )
     rows, columns = weight.shape
     with pytest.raises(UserError, match=rf"k_proj\.weight must have shape \[{rows}, {columns}\], the file has"):
         resident_model(open_checkpoint(model.directory), "float32")
@@ -149,10 +151,10 @@ def test_logits_of_experts_in_mxfp4_equal_those_of_transformers(tmp_path: Path) 
 
 def require_equal_logits(target: Path, format: str, tmp_path: Path) -> None:
     model = save_quantised(target, format, tmp_path / "quantised")
-    own = resident_model(open_checkpoint(model.directory), "float32")
+    resident = resident_model(open_checkpoint(model.directory), "float32")
     token_T = torch.tensor(prompts()[1])
     sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
-    got_TV = own.forward(token_T, torch.arange(len(token_T)), sees_TT, own.new_cache(64))
+    got_TV = resident.forward(token_T, torch.arange(len(token_T)), sees_TT, resident.new_cache(64))
     wanted_TV = logits(expanded(model, target, tmp_path / "expanded"), token_T)
     torch.testing.assert_close(got_TV, wanted_TV, rtol=1e-4, atol=1e-4)
     assert (logits(target, token_T) - wanted_TV).abs().max() > 0.01, "quantising must change them, or nothing is shown"

@@ -25,6 +25,8 @@ ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
     "checkpoint/small_files", "engine/load", "engine/text_stream", "engine/tokenizer", "guarded_worker", "model/meta",
     "sampling/model_rules", "sampling/sampler")}  # fmt: skip
 EMPTY_NAMES = {"one", "own", "told", "what", "found", "how", "more"}
+# folders of tests that have such names still
+WITH_EMPTY_NAMES = {"bench", "calibration", "drafting", "planning", "reports"}
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 # A docstring names what is returned: a number, a path, `True if ...`.
@@ -64,7 +66,7 @@ def nothing_packed(path: PurePosixPath, source: str) -> Iterator[str]:
         return
     for node in nodes(source):
         pair = (node.targets[0], node.value) if isinstance(node, ast.Assign) else ()
-        elements = [{*map(ast.unparse, one.elts)} for one in pair if isinstance(one, ast.Tuple)]
+        elements = [{*map(ast.unparse, side.elts)} for side in pair if isinstance(side, ast.Tuple)]
         if len(elements) == 2 and elements[0] != elements[1]:
             yield f"{path}:{node.lineno} unrelated values are packed into one assignment"
 
@@ -118,11 +120,11 @@ def plain_words(path: PurePosixPath, source: str) -> Iterator[str]:
         words = (ast.get_docstring(node) or "").lower() if is_told else ""
         if words.startswith(("of ", "of,", "the same ", "the same,")) or VAGUE.match(words):
             yield f"{path}:{getattr(node, 'lineno', 1)} a docstring begins with {' '.join(words.split()[:2])}"
-        if found := TWICE_READ.search(words):
-            yield f"{path}:{getattr(node, 'lineno', 1)} the words {found[0]!r} are understood when read twice"
+        if match := TWICE_READ.search(words):
+            yield f"{path}:{getattr(node, 'lineno', 1)} the words {match[0]!r} are understood when read twice"
     for number, line in enumerate(source.splitlines(), 1):
-        if found := PERSONS.search(line):
-            yield f"{path}:{number} {found[0]} is no subject"
+        if match := PERSONS.search(line):
+            yield f"{path}:{number} {match[0]} is no subject"
 
 
 def plain_names(path: PurePosixPath, source: str) -> Iterator[str]:
@@ -215,10 +217,23 @@ def test_the_library_is_patched_in_three_places_at_most() -> None:
 @pytest.mark.always
 def test_tests_are_told_in_plain_words() -> None:
     """Their text alone is looked at, which is quicker than their trees; this file has the breaches."""
-    told = re.compile(rf'"""(?:of|the same)\b|{PERSONS.pattern}', re.IGNORECASE)
+    words = re.compile(rf'"""(?:of|the same)\b|{PERSONS.pattern}', re.IGNORECASE)
     files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
     assert len(files) > 200
-    assert [f"{path}: {found[0]}" for path in files if (found := told.search(path.read_text(encoding="utf-8")))] == []
+    assert [f"{path}: {match[0]}" for path in files if (match := words.search(path.read_text(encoding="utf-8")))] == []
+
+
+@pytest.mark.always
+def test_names_in_tests_say_what_their_things_are() -> None:
+    """Only a file whose text may bind such a name is parsed."""
+    may_bind = re.compile(rf"\b(?:{'|'.join(EMPTY_NAMES)})\b *(?:[=:,)]|in\b)")
+    breaches = list[str]()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        place = PurePosixPath(path.relative_to(ROOT).as_posix())
+        source = path.read_text(encoding="utf-8")
+        if place.parts[1] not in WITH_EMPTY_NAMES and may_bind.search(source):
+            breaches += [line for line in plain_names(place, source) if "says nothing of its thing" in line]
+    assert not breaches, "\n" + "\n".join(breaches)
 
 
 @pytest.mark.always

@@ -26,8 +26,8 @@ def prompts() -> list[list[int]]:
 def reference(directory: Path, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
-    how = {"max_new_tokens": num_new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    options = {"max_new_tokens": num_new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return beyond_doubt(torch.cat(out.logits)).tolist()
 
 

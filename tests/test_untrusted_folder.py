@@ -65,9 +65,9 @@ def write_traps(folder: Path) -> None:
     (folder / "custom_generate" / "requirements.txt").write_text("evil")
 
 
-def change(path: Path, **more: Any) -> None:
+def change(path: Path, **options: Any) -> None:
     known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**known, **more}))
+    path.write_text(json.dumps({**known, **options}))
 
 
 def claim_code(folder: Path) -> None:

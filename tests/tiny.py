@@ -106,11 +106,11 @@ def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006
     return target, save(model, directory / "draft")
 
 
-def streaming_ram(target: Path, draft: Path | None = None, *, num_slots: int = 3, **how: Any) -> int:
+def streaming_ram(target: Path, draft: Path | None = None, *, num_slots: int = 3, **options: Any) -> int:
     """A budget with room for so many slots and no more; without a draft the model is its own."""
     files = (open_checkpoint(target), open_checkpoint(draft or target))
     usual = {"dtype": "auto", "context": 256, "num_nodes": 9, "experts": "layers"}
-    roomy = plan_memory(files, ram=1 << 40, **(usual | how))
+    roomy = plan_memory(files, ram=1 << 40, **(usual | options))
     return roomy.fixed_bytes + num_slots * max(roomy.layer_bytes) + 100
 
 

@@ -36,7 +36,7 @@ class Access(NamedTuple):
 
     actor: str
     count: int  # of its clock
-    what: str
+    deed: str
 
 
 class Region(NamedTuple):
@@ -72,7 +72,7 @@ class Clocks:
         """From now on look after it."""
         lo, num_bytes = address_of(memory)
         with self._lock:
-            index = bisect.bisect_left(self._regions, lo, key=lambda one: one.hi - 1)
+            index = bisect.bisect_left(self._regions, lo, key=lambda region: region.hi - 1)
             while index < len(self._regions) and self._regions[index].lo < lo + num_bytes:
                 del self._regions[index]  # memory that was let go
             if num_bytes:
@@ -90,40 +90,40 @@ class Clocks:
         """What an actor does from now on comes behind all that `seen` tells of."""
         with self._lock:
             clock = self._clock_of.setdefault(actor or self.thread(), {})
-            for one, count in seen.items():
-                clock[one] = max(clock.get(one, 0), count)
+            for value, count in seen.items():
+                clock[value] = max(clock.get(value, 0), count)
 
     def launch(self, stream: str) -> None:
         """What is enqueued on a stream comes behind what this thread has done."""
         self.join(self.now(), stream)
 
-    def access(self, actor: str, memory: Tensor | np.ndarray, what: str, *, writes: bool) -> None:
+    def access(self, actor: str, memory: Tensor | np.ndarray, deed: str, *, writes: bool) -> None:
         """Note it, and every race that it runs."""
         lo, num_bytes = address_of(memory)
         with self._lock:
-            index = bisect.bisect_right(self._regions, lo, key=lambda one: one.lo) - 1
+            index = bisect.bisect_right(self._regions, lo, key=lambda region: region.lo) - 1
             if not num_bytes or index < 0 or lo >= self._regions[index].hi:
                 return
             region, seen = self._regions[index], self.now(actor)
-            access = Access(actor, seen[actor], what)
+            access = Access(actor, seen[actor], deed)
             self.num_accesses += 1
             first, last = (lo - region.lo) // region.block, (lo + num_bytes - 1 - region.lo) // region.block
             for block in range(first, last + 1):
                 before = [region.writes[block]] if block in region.writes else []
                 readers = region.reads.setdefault(block, {})
-                for one in [*before, *readers.values()] if writes else before:
-                    if seen.get(one.actor, 0) < one.count:
-                        self.races[one.what, what] += 1
+                for earlier in [*before, *readers.values()] if writes else before:
+                    if seen.get(earlier.actor, 0) < earlier.count:
+                        self.races[earlier.deed, deed] += 1
                 if writes:
                     region.writes[block] = access
                     readers.clear()
                 else:
                     readers[actor] = access
 
-    def use(self, stream: str, memory: Tensor, what: str, *, writes: bool = False) -> None:
+    def use(self, stream: str, memory: Tensor, deed: str, *, writes: bool = False) -> None:
         """A kernel of this stream."""
         self.launch(stream)
-        self.access(stream, memory, what, writes=writes)
+        self.access(stream, memory, deed, writes=writes)
 
 
 def address_of(memory: Tensor | np.ndarray) -> tuple[int, int]:
@@ -329,11 +329,11 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
             clocks.join(clocks.now(clocks.thread(thread)))
 
     def called(self: Any, tell: Callable[[Any], Any]) -> None:
-        def told(future: Any) -> None:
+        def heard_of(future: Any) -> None:
             clocks.join(getattr(future, "seen", {}))
             tell(future)
 
-        call(self, told)
+        call(self, heard_of)
 
     ended("set_result")
     ended("set_exception")
@@ -343,9 +343,9 @@ def follow_threads(patch: pytest.MonkeyPatch, device: ClockDevice) -> None:
     patch.setattr(ThreadPoolExecutor, "submit", submitted)
     patch.setattr(ThreadPoolExecutor, "shutdown", shut)
     for kind, lock in ((sender.Sender, "_sending"), (expert_carrier.DeviceExpertCarrier, "_lock")):
-        _behind(patch, kind, lambda own, lock=lock: setattr(own, lock, _Locked(clocks)))
+        _behind(patch, kind, lambda carrier, lock=lock: setattr(carrier, lock, _Locked(clocks)))
     # where no memory could be locked for them, too
-    _behind(patch, sender.Bounces, lambda own: [clocks.know(buffer.array) for buffer in own.buffers])
+    _behind(patch, sender.Bounces, lambda bounces: [clocks.know(buffer.array) for buffer in bounces.buffers])
     patch.setattr(sender.Bounces, "send", _with_writes(sender.Bounces.send, clocks))
 
 

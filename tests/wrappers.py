@@ -97,19 +97,19 @@ def wrapper_config(kind: str, **changes: Any) -> PreTrainedConfig:
     usual = CONFIG_MAPPING[kind]()
     parts = {name: getattr(usual, name, None) or make() for name, make in usual.sub_configs.items()}
     inner = usual.get_text_config(decoder=True)
-    own = {}
+    reply = {}
     for name, part in parts.items():
         tower = {**TOWER, **OWN_TOWER.get(kind, {})}
         sizes = {**TEXT, **OWN_TEXT.get(kind, {}), **changes} if part is inner else tower
         if part is inner and f"{kind}_text" in CONFIG_MAPPING:  # older transformers take a Llama for Granite's
             part = CONFIG_MAPPING[f"{kind}_text"]()
-        own[name] = {"model_type": part.model_type, **_known(sizes, part.to_dict())}
-    if not {*own["text_config"].get("layer_types", ())} <= {*ALLOWED_LAYER_TYPES}:
+        reply[name] = {"model_type": part.model_type, **_known(sizes, part.to_dict())}
+    if not {*reply["text_config"].get("layer_types", ())} <= {*ALLOWED_LAYER_TYPES}:
         pytest.skip(f"this transformers has no {kind} with layers that choose by an index")
-    outer = _known({"tie_word_embeddings": own["text_config"].get("tie_word_embeddings", False)}, usual.to_dict())
+    outer = _known({"tie_word_embeddings": reply["text_config"].get("tie_word_embeddings", False)}, usual.to_dict())
     outer |= OUTSIDE.get(kind, {})
     tokens = {key: VOCAB_SIZE - 1 for key in usual.to_dict() if key.endswith(("_token_id", "_token_index"))}
-    return CONFIG_MAPPING[kind](**own, **outer, **tokens)
+    return CONFIG_MAPPING[kind](**reply, **outer, **tokens)
 
 
 def _known(sizes: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

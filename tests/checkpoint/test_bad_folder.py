@@ -35,7 +35,7 @@ def overwrite(name: str, content: bytes) -> Break:
 
 
 def both(*breaks: Break) -> Break:
-    return lambda directory: [one(directory) for one in breaks]
+    return lambda directory: [folder(directory) for folder in breaks]
 
 
 def only_pickles(directory: Path) -> None:
@@ -91,7 +91,7 @@ FOLDERS = [
     case("config not UTF-8", overwrite("config.json", b"\xff\xfe{}"), "config.json", "again"),
     case("config nested too deep", overwrite("config.json", b"[" * 100_000), "config.json", "again"),
     case("config a list", overwrite("config.json", b"[]"), "list, not an object"),
-    case("config a folder", both(drop("config.json"), lambda one: (one / "config.json").mkdir()), "config.json"),
+    case("config a folder", both(drop("config.json"), lambda folder: (folder / "config.json").mkdir()), "config.json"),
     case("config without sizes", config(hidden_size=...), "no hidden_size", "model.layers.0"),
     case("sizes as text", config(hidden_size="64"), "hidden_size"),
     case("more layers than tensors", config(num_hidden_layers=10**12), "no tensors for layer", "model.layers.0"),
@@ -130,7 +130,7 @@ FOLDERS = [
     case("no weights", drop("*.safetensors*"), "no safetensors files", "download the checkpoint again", by_plan=False),
     case(
         "another form",
-        both(drop("*.safetensors*"), lambda one: (one / "model.onnx").touch()),
+        both(drop("*.safetensors*"), lambda folder: (folder / "model.onnx").touch()),
         "it has model.onnx",
         "form that is read",
         by_plan=False,
@@ -305,11 +305,11 @@ FALSE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("config", "key"), [*((one, None) for one in REAL.values()), *FALSE.values()], ids=[*REAL, *FALSE]
+    ("config", "key"), [*((settings, None) for settings in REAL.values()), *FALSE.values()], ids=[*REAL, *FALSE]
 )
 def test_counts_that_models_have_are_let_through_and_others_refused(config: dict[str, Any], key: str | None) -> None:
-    told = rf"model: {key} in config\.json must be at most"
-    with nullcontext() if key is None else pytest.raises(UserError, match=told):
+    message = rf"model: {key} in config\.json must be at most"
+    with nullcontext() if key is None else pytest.raises(UserError, match=message):
         check_counts("model", config)
 
 
@@ -359,7 +359,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [*({"quantization_config": one} for one in READ), {}, UNQUANTISED], ids=str)
+@pytest.mark.parametrize("config", [*({"quantization_config": recipe} for recipe in READ), {}, UNQUANTISED], ids=str)
 def test_what_is_read_passes(config: dict[str, Any]) -> None:
     check_method("model", config)
     check_method("model", {"text_config": config})

@@ -78,11 +78,11 @@ def with_room(*, before: int = 0, between: int = 0, behind: int = 0) -> Break:
 
     def make(raw: bytes) -> bytes:
         content, data = split(raw)
-        tensors = [own for name, own in content.items() if name != "__metadata__"]
-        last = max(tensors, key=lambda own: own["data_offsets"])
+        tensors = [entry for name, entry in content.items() if name != "__metadata__"]
+        last = max(tensors, key=lambda entry: entry["data_offsets"])
         cut = last["data_offsets"][0]
-        for own in tensors:
-            own["data_offsets"] = [at + before + (between if own is last else 0) for at in own["data_offsets"]]
+        for entry in tensors:
+            entry["data_offsets"] = [at + before + (between if entry is last else 0) for at in entry["data_offsets"]]
         whole = bytes(before) + data[:cut] + bytes(between) + data[cut:] + bytes(behind)
         return join(json.dumps(content).encode(), whole)
 
@@ -164,9 +164,9 @@ SCALARS = [
 def test_a_scalar_where_models_have_matrices_does_not_surprise(
     name: str, changes: dict[str, object], broken_file: Path
 ) -> None:
-    found = open_checkpoint(broken_file)
+    result = open_checkpoint(broken_file)
     entries = {f"model.layers.0.{name}": TensorEntry(0, "F32", (), 0, 4)}
-    odd = replace(found, config={**found.config, **changes}, tensors={**found.tensors, **entries})
+    odd = replace(result, config={**result.config, **changes}, tensors={**result.tensors, **entries})
     assert model_shape(odd).experts is None
 
 

@@ -104,15 +104,20 @@ def test_bad_header_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "BF16"])
 def test_headers_are_read_as_gguf_reads_them(kind: str, tmp_path: Path) -> None:
     written = write_gguf(MODELS["gemma3"](), tmp_path / "m.gguf", kind)
-    found, wanted = read_gguf_header(written.path), gguf.GGUFReader(written.path)
-    told = {name: (e.dtype, e.shape, e.lo, e.num_bytes) for name, e in found.tensors.items()}
-    assert told == {
-        one.name: (one.tensor_type.name, tuple(reversed(one.shape.tolist())), one.data_offset, one.n_bytes)
-        for one in wanted.tensors
+    result, wanted = read_gguf_header(written.path), gguf.GGUFReader(written.path)
+    reply = {name: (e.dtype, e.shape, e.lo, e.num_bytes) for name, e in result.tensors.items()}
+    assert reply == {
+        tensor.name: (
+            tensor.tensor_type.name,
+            tuple(reversed(tensor.shape.tolist())),
+            tensor.data_offset,
+            tensor.n_bytes,
+        )
+        for tensor in wanted.tensors
     }
     fields = wanted.fields.items()
     values: dict[str, Any] = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
-    assert found.metadata == values
+    assert result.metadata == values
 
 
 def test_random_damage_never_surprises(tmp_path: Path) -> None:
@@ -123,38 +128,40 @@ def test_random_damage_never_surprises(tmp_path: Path) -> None:
     for _ in range(300):
         path.write_bytes(damaged(whole[:first], rng) + whole[first:])
         try:
-            found = read_gguf_header(path)
+            result = read_gguf_header(path)
         except UserError:
             num_refused += 1
         else:
             size = path.stat().st_size
-            assert all(0 < entry.lo < entry.hi <= size for entry in found.tensors.values())
+            assert all(0 < entry.lo < entry.hi <= size for entry in result.tensors.values())
     assert num_refused > 100
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_and_config_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     config = MODELS[name]()
-    found = open_headers(write_gguf(config, tmp_path / "m.gguf", "Q4_0").path)
+    result = open_headers(write_gguf(config, tmp_path / "m.gguf", "Q4_0").path)
     model = build(config)
-    own = {key: tuple(one.shape) for key, one in model.state_dict().items() if key not in model.all_tied_weights_keys}
-    assert {key: entry.shape for key, entry in found.tensors.items()} == own
-    told, wanted = (c.to_dict() for c in (build_meta_model(found, torch.float32).config, build(config).config))
-    assert not {key for key in wanted if told[key] != wanted[key]} - {"dtype", "architectures", "return_dict"}
+    reply = {
+        key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if key not in model.all_tied_weights_keys
+    }
+    assert {key: entry.shape for key, entry in result.tensors.items()} == reply
+    message, wanted = (c.to_dict() for c in (build_meta_model(result, torch.float32).config, build(config).config))
+    assert not {key for key in wanted if message[key] != wanted[key]} - {"dtype", "architectures", "return_dict"}
 
 
 def test_every_name_of_gguf_is_known() -> None:
     """All that its own table has for these architectures, but for what only other models have; all are tried here."""
     assert set(ARCH.values()) == set(ARCHITECTURES)
-    for arch, own in ARCHITECTURES.items():
+    for arch, value in ARCHITECTURES.items():
         keys = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]  # none where it is newer
         names = {gguf.TENSOR_NAMES[tensor] for key in keys for tensor in gguf.MODEL_TENSORS[key]}
-        known = {f"blk.{{bid}}.{part}" for part in (*own.parts, *own.experts, *own.woven)}
-        known |= {f"blk.{{bid}}.{name.rpartition('.')[0] or name}" for name in own.others}
-        known |= {one.removesuffix(".weight") for one in (*_OUTER, *own.outer, *own.ignored)}
+        known = {f"blk.{{bid}}.{part}" for part in (*value.parts, *value.experts, *value.woven)}
+        known |= {f"blk.{{bid}}.{name.rpartition('.')[0] or name}" for name in value.others}
+        known |= {part.removesuffix(".weight") for part in (*_OUTER, *value.outer, *value.ignored)}
         if arch == "deepseek2":  # heads of one matrix
             known |= {"blk.{bid}.attn_k_b", "blk.{bid}.attn_v_b"}
-        others = {one for one in names if "nextn" in one or one.endswith(("rope_freqs", "rot_embd"))}
+        others = {text for text in names if "nextn" in text or text.endswith(("rope_freqs", "rot_embd"))}
         assert not names - others - known, arch
 
 
@@ -163,7 +170,7 @@ def test_heads_ends_and_scaling_come_from_the_file(tmp_path: Path) -> None:
     for name, wanted in (("mistral", {"q": 4, "k": 2}), ("qwen3", {"q": None, "k": None})):
         tensors = open_gguf(write_gguf(MODELS[name](), tmp_path / f"{name}.gguf").path).tensors
         coded = {part: tensors[f"model.layers.0.self_attn.{part}_proj.weight"].coded for part in "qk"}
-        assert {part: one and one.coding.num_heads for part, one in coded.items()} == wanted
+        assert {part: value and value.coding.num_heads for part, value in coded.items()} == wanted
     # Ends of texts, of turns and of messages.
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
     path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says=ends).path
@@ -201,14 +208,14 @@ OTHER_SCALING = r"its rope scaling .rope_freqs.weight. is not known from the fil
 UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
     **{name: (model, {"says": says}, words) for name, (model, says, words) in SAID.items()},
     **{name: ("qwen3", {"extra": {name: np.ones(16, np.float32)}}, words) for name, words in EXTRA.items()},
-    "factors": ("llama", {"changed": lambda own, raw: raw * 1.5 if "rope" in own else raw}, OTHER_SCALING),
-    "no factors": ("llama", {"changed": lambda own, raw: raw * 0 if "rope" in own else raw}, "be finite and above 0"),
+    "factors": ("llama", {"changed": lambda name, raw: raw * 1.5 if "rope" in name else raw}, OTHER_SCALING),
+    "no factors": ("llama", {"changed": lambda name, raw: raw * 0 if "rope" in name else raw}, "be finite and above 0"),
 }
 
 
-@pytest.mark.parametrize(("model", "how", "words"), UNFIT.values(), ids=UNFIT)
-def test_what_a_file_says_is_refused(model: str, how: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = write_gguf(MODELS[model](), tmp_path / "m.gguf", **how).path
+@pytest.mark.parametrize(("model", "options", "words"), UNFIT.values(), ids=UNFIT)
+def test_what_a_file_says_is_refused(model: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = write_gguf(MODELS[model](), tmp_path / "m.gguf", **options).path
     with pytest.raises(UserError, match=words):
         open_headers(path)
 
@@ -237,9 +244,9 @@ def test_a_file_that_is_cut_behind_its_header_is_told(tmp_path: Path, monkeypatc
     factors = read_gguf_header(path).tensors["rope_freqs.weight"]
 
     def cut_after(*given: Any) -> Any:
-        found = read_gguf_header(*given)
+        result = read_gguf_header(*given)
         os.truncate(path, factors.hi - 4)
-        return found
+        return result
 
     monkeypatch.setattr("offload.checkpoint.gguf.read_gguf_header", cut_after)
     with pytest.raises(ReadError, match="cut short while in use"):
@@ -280,7 +287,7 @@ def test_every_number_of_a_header_is_held_against_the_config(name: str) -> None:
         said[f"{arch}.expert_weights_scale"] = float(settings["routed_scaling_factor"])
     require_stated("m.gguf", settings, said, "config.json")
     num_refused = 0
-    for key in (f"{arch}.{one}" for one in STATED):
+    for key in (f"{arch}.{name}" for name in STATED):
         if key in said:
             with pytest.raises(UserError, match=rf"{key} is .* there and .* in config.json: give `config`"):
                 require_stated("m.gguf", settings, {**said, key: said[key] * 2 + 1}, "config.json")
@@ -293,11 +300,11 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
     assert first.name.startswith("m-00001-of-0000")
     whole = open_headers(write_gguf(MODELS["qwen3"](), tmp_path / "whole.gguf").path)
     for model in (first, max(tmp_path.glob("m-*"))):
-        found = open_headers(model)
-        assert len(found.shards) == len(found.stamps) > 2
-        assert {name: e.shape for name, e in found.tensors.items()} == {n: e.shape for n, e in whole.tensors.items()}
+        result = open_headers(model)
+        assert len(result.shards) == len(result.stamps) > 2
+        assert {name: e.shape for name, e in result.tensors.items()} == {n: e.shape for n, e in whole.tensors.items()}
     (tmp_path / "whole.gguf").unlink()
-    assert open_headers(tmp_path).shards == found.shards
+    assert open_headers(tmp_path).shards == result.shards
 
 
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:

@@ -153,9 +153,9 @@ def test_a_download_tells_how_far_it_is(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hub.get_safetensors_metadata("org/model")
-    found.files_metadata[found.weight_map["model.norm.weight"]].tensors["model.norm.weight"].shape = [7]
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: found)
+    result = hub.get_safetensors_metadata("org/model")
+    result.files_metadata[result.weight_map["model.norm.weight"]].tensors["model.norm.weight"].shape = [7]
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: result)
     with pytest.raises(UserError, match=r"model.norm.weight of shape \[7\]"):
         headers.open_headers("org/model")
 
@@ -175,14 +175,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def cached(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the hub's library has of org/model once it was loaded: never all that its listing of the commit names."""
     source, cache = pair[0], tmp_path / "cache"
-    own = cache / "models--org--model"
+    repo_folder = cache / "models--org--model"
     for folder in ("refs", "trees", "snapshots", "blobs"):
-        (own / folder).mkdir(parents=True)
-    (own / "refs" / "main").write_text(COMMIT)
-    snapshot = Path(shutil.copytree(source, own / "snapshots" / COMMIT))
+        (repo_folder / folder).mkdir(parents=True)
+    (repo_folder / "refs" / "main").write_text(COMMIT)
+    snapshot = Path(shutil.copytree(source, repo_folder / "snapshots" / COMMIT))
     names = [*(path.name for path in source.iterdir()), "README.md", "pytorch_model.bin"]
     files = {name: {"size": 7, "blob_id": "0" * 40} for name in names}
-    (own / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    (repo_folder / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     return snapshot
 
@@ -197,20 +197,20 @@ def test_what_was_downloaded_is_found_without_a_network(
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_forbidden)
-    found = headers.open_headers("org/model")
-    assert found.directory == cached and found.is_here
-    (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
+    result = headers.open_headers("org/model")
+    assert result.directory == cached and result.is_here
+    (loaded,) = headers.fetch(["org/model"], [result], lambda phase: None)
     assert loaded.directory == cached
-    assert found.name == "org/model", "and no hash of a commit"
+    assert result.name == "org/model", "and no hash of a commit"
     whole = open_whole("org/model")
-    assert whole.path == cached and len(whole.files) == len(found.shards) and not whole.damage
+    assert whole.path == cached and len(whole.files) == len(result.shards) and not whole.damage
 
 
 def test_a_commit_that_is_here_stays_though_the_hub_has_a_newer_one(
     cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was planned and compared is what is loaded; its small files come from its own commit."""
-    found = headers.open_headers("org/model")
+    result = headers.open_headers("org/model")
     newer = shutil.copytree(cached, cached.with_name("f" * 40))
     asked = list[str | None]()
 
@@ -219,8 +219,8 @@ def test_a_commit_that_is_here_stays_though_the_hub_has_a_newer_one(
         return str(cached if revision == COMMIT else newer)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    (loaded,) = headers.fetch(["org/model"], [found], lambda phase: None)
-    assert loaded is found and set(asked) == {COMMIT}
+    (loaded,) = headers.fetch(["org/model"], [result], lambda phase: None)
+    assert loaded is result and set(asked) == {COMMIT}
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -228,7 +228,7 @@ def test_of_what_is_here_whole_the_hub_is_asked_nothing(
     is_whole: bool, cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of reach, it would be waited for."""
-    found = headers.open_headers("org/model")
+    result = headers.open_headers("org/model")
     asked = list[bool]()
     if is_whole:
         (cached / "tokenizer.json").write_text("{}")
@@ -238,7 +238,7 @@ def test_of_what_is_here_whole_the_hub_is_asked_nothing(
         return str(cached)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    headers.fetch(["org/model"], [found], lambda phase: None)
+    headers.fetch(["org/model"], [result], lambda phase: None)
     assert any(asked) is not is_whole
 
 
@@ -247,8 +247,8 @@ def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypa
     open_checkpoint(cached).shards[0].unlink()
     with pytest.raises(UserError, match="the hub is out of reach"):
         headers.open_headers("org/model")
-    (found,) = open_whole("org/model").damage
-    assert found.fault == "is missing"
+    (result,) = open_whole("org/model").damage
+    assert result.fault == "is missing"
 
 
 def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +261,8 @@ def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.Mo
     monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
     assert folder_of("org/model", with_weights=False) == folder_of(hub.folder, with_weights=False) == hub.folder
     (patterns,) = asked
-    assert any(fnmatch("tokenizer.json", one) for one in patterns)
-    assert not any(fnmatch(shard.name, one) for one in patterns for shard in open_checkpoint(hub.folder).shards)
+    assert any(fnmatch("tokenizer.json", pattern) for pattern in patterns)
+    assert not any(fnmatch(shard.name, pattern) for pattern in patterns for shard in open_checkpoint(hub.folder).shards)
 
 
 REPOSITORY = [
@@ -332,14 +332,16 @@ def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(
 def test_names_of_an_index_are_checked_before_anything_is_fetched(
     name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = hub.get_safetensors_metadata("org/model")
-    found.files_metadata[name] = SimpleNamespace(tensors={})
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: found)
+    result = hub.get_safetensors_metadata("org/model")
+    result.files_metadata[name] = SimpleNamespace(tensors={})
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: result)
     with pytest.raises(UserError, match="the index names"):
         headers.open_headers("org/model")
     (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     asked = list[Any]()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append(how) or str(hub.folder))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda repo, **options: asked.append(options) or str(hub.folder)
+    )
     with pytest.raises(UserError, match="the index names"):
         open_checkpoint("org/model")
     assert len(asked) == 1, "small files alone"
@@ -352,9 +354,9 @@ def test_what_is_not_here_is_said_to_be_downloaded_but_for_one_small_file(
     assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
     assert hub.asked == ["generation_config.json"]
     monkeypatch.setattr(headers, "open_checkpoint", lambda model, on_bytes=None: open_checkpoint(hub.folder))
-    told, models = list[str](), [hub.folder, "org/model"]
-    headers.fetch(models, list(map(headers.open_headers, models)), told.append)
-    assert told == ["downloading org/model"]
+    message, models = list[str](), [hub.folder, "org/model"]
+    headers.fetch(models, list(map(headers.open_headers, models)), message.append)
+    assert message == ["downloading org/model"]
 
 
 OFFLINE = """
@@ -382,8 +384,8 @@ def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: P
     assert float(seconds) < 15
 
 
-def tuned(**how: Any) -> object:
-    return tune(LoadOptions("org/model", "org/model", **how), [Path(__file__)], Sampling())
+def tuned(**options: Any) -> object:
+    return tune(LoadOptions("org/model", "org/model", **options), [Path(__file__)], Sampling())
 
 
 TOO_LARGE: dict[str, Callable[[], object]] = {

@@ -83,15 +83,15 @@ def set_json(folder: Path, name: str, **changes: Any) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "config": (lambda one: set_json(one, "config.json", rms_norm_eps=1e-4), "config differs"),
-    "end": (lambda one: set_json(one, "generation_config.json", eos_token_id=3), "generation config differs"),
-    "template": (lambda one: set_json(one, "tokenizer_config.json", chat_template="b"), "chat template differs"),
-    "beside": (lambda one: (one / "chat_template.jinja").write_text("b"), "chat template differs"),
-    "tokens": (lambda one: (one / "tokenizer.json").write_text('{"version": "1.1"}'), "tokenizer differs"),
-    "flag": (lambda one: set_json(one, "tokenizer_config.json", add_bos_token=True), "tokenizer differs"),
-    "new words": (lambda one: (one / "added_tokens.json").write_text("{}"), "tokenizer differs"),
+    "config": (lambda folder: set_json(folder, "config.json", rms_norm_eps=1e-4), "config differs"),
+    "end": (lambda folder: set_json(folder, "generation_config.json", eos_token_id=3), "generation config differs"),
+    "template": (lambda folder: set_json(folder, "tokenizer_config.json", chat_template="b"), "chat template differs"),
+    "beside": (lambda folder: (folder / "chat_template.jinja").write_text("b"), "chat template differs"),
+    "tokens": (lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.1"}'), "tokenizer differs"),
+    "flag": (lambda folder: set_json(folder, "tokenizer_config.json", add_bos_token=True), "tokenizer differs"),
+    "new words": (lambda folder: (folder / "added_tokens.json").write_text("{}"), "tokenizer differs"),
     "both": (
-        lambda one: set_json(one, "tokenizer_config.json", chat_template="b", split=1),
+        lambda folder: set_json(folder, "tokenizer_config.json", chat_template="b", split=1),
         "tokenizer and chat template differ",
     ),
 }
@@ -128,15 +128,15 @@ def test_another_model_of_the_same_shapes_is_told_at_start(is_tuned: bool, folde
 def test_a_single_byte_is_told_by_samples_or_by_the_sum(folder: Path) -> None:
     """50 places at random: never taken for the same, before the sum is known or after."""
     mine, generator, num_unsampled = summed(folder), np.random.default_rng(0), 0
-    spans = [(one.lo, one.hi) for one in open_checkpoint(folder).tensors.values()]
+    spans = [(entry.lo, entry.hi) for entry in open_checkpoint(folder).tensors.values()]
     for turn in range(50):
         other = copy_of(folder)
         lo, hi = spans[turn % len(spans)]
         at, bit = int(generator.integers(lo, hi)), int(generator.integers(8))
         flip(other / "model.safetensors", at, bit, keeps_time=False)
-        found = identity(other)
-        num_unsampled += not mine.difference(found)
-        assert same_model(mine, found) in ("weights differ", "nothing proves that the weights are the same")
+        result = identity(other)
+        num_unsampled += not mine.difference(result)
+        assert same_model(mine, result) in ("weights differ", "nothing proves that the weights are the same")
         assert same_model(mine, summed(other)) == "weights differ"
         shutil.rmtree(other)
     assert num_unsampled, "some of these edits lie between the samples: else nothing is tried of the sum"
@@ -146,26 +146,26 @@ def test_a_copy_is_the_same_once_all_is_read_and_the_next_time_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = copy_of(folder)
-    told, mine = summed(folder), identity(other)
-    assert same_model(told, mine) == "nothing proves that the weights are the same"
+    message, mine = summed(folder), identity(other)
+    assert same_model(message, mine) == "nothing proves that the weights are the same"
     assert same_model(identity(folder), identity(folder)) == "", "these files are untouched"
     identities = Identities(ModelFiles(open_checkpoint(other), None))
-    assert identities.difference(told) == "" and identities.target.has_sum
+    assert identities.difference(message) == "" and identities.target.has_sum
     monkeypatch.setattr(summing, "read_left", None)
-    assert identity(other).has_sum and Identities(ModelFiles(open_checkpoint(other), None)).difference(told) == ""
+    assert identity(other).has_sum and Identities(ModelFiles(open_checkpoint(other), None)).difference(message) == ""
     path = other / "model.safetensors"
     path.touch()
     assert not identity(other).has_sum, "what is kept is of the files as they were"
 
 
 def test_what_was_never_summed_is_no_copy(folder: Path) -> None:
-    told = identity(folder)
+    message = identity(folder)
     mine = Identities(ModelFiles(open_checkpoint(copy_of(folder)), None))
-    assert mine.difference(told) == "nothing proves that the weights are the same"
+    assert mine.difference(message) == "nothing proves that the weights are the same"
 
 
 @pytest.mark.parametrize(
-    ("told", "mine", "is_same"),
+    ("words", "mine", "is_same"),
     [
         ({"files": "a"}, {"files": "a"}, True),
         ({"files": "a"}, {"files": "b"}, None),
@@ -178,8 +178,8 @@ def test_what_was_never_summed_is_no_copy(folder: Path) -> None:
         ({"files": "a", "sum": "1"}, {"files": "b", "xxh3": "2"}, None),
     ],
 )
-def test_proofs_agree_contradict_or_say_nothing(told: Any, mine: Any, is_same: bool | None) -> None:
-    assert proved(told, mine) is is_same is proved(mine, told)
+def test_proofs_agree_contradict_or_say_nothing(words: Any, mine: Any, is_same: bool | None) -> None:
+    assert proved(words, mine) is is_same is proved(mine, words)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -193,9 +193,9 @@ def test_a_file_that_has_gone_or_changed_is_one_line(name: str, folder: Path) ->
         identity_of(checkpoint)
 
 
-@pytest.mark.parametrize("told", [None, 5, [], {}, {"weights": "a"}, {"proofs": {}}, {**dict.fromkeys(PARTS, "a")}])
-def test_what_is_no_identity_is_none(told: Any) -> None:
-    assert ModelIdentity.parse(told) is None
+@pytest.mark.parametrize("words", [None, 5, [], {}, {"weights": "a"}, {"proofs": {}}, {**dict.fromkeys(PARTS, "a")}])
+def test_what_is_no_identity_is_none(words: Any) -> None:
+    assert ModelIdentity.parse(words) is None
     assert ModelIdentity.parse({**dict.fromkeys(PARTS, "a"), "proofs": {"xxh3": 5}}) is None
     good = ModelIdentity(dict.fromkeys(PARTS, "a"), {"xxh3": "b"})
     assert ModelIdentity.parse(json.loads(json.dumps(good.as_dict()))) == good
@@ -233,7 +233,7 @@ def test_the_sum_does_not_depend_on_how_it_was_read(folder: Path) -> None:
         assert sum_of(checkpoint, content, pieces[3:-3]) is None, "some are missing"
     total = BlockSum(checkpoint)
     with ThreadPoolExecutor(8) as pool:
-        [*pool.map(lambda one: total.look(0, one[0], content[one[0] : one[1]]), cut(len(content), BLOCK_BYTES) * 2)]
+        [*pool.map(lambda span: total.look(0, span[0], content[span[0] : span[1]]), cut(len(content), BLOCK_BYTES) * 2)]
     assert total.result == whole
 
 
@@ -325,7 +325,7 @@ def _edits(checkpoint: Checkpoint, content: np.ndarray, item_bytes: int) -> Iter
 def _twins(checkpoint: Checkpoint) -> list[tuple[int, int]]:
     """Where the largest matrices of both layers lie that have one name."""
     by_name = {name: (entry.lo, entry.hi) for name, entry in checkpoint.stored_entries if entry.num_bytes > 256}
-    name = next(own for own in sorted(by_name) if re.search(r"(layers|blk)\.0\..*(q_proj|attn_q)", own))
+    name = next(key for key in sorted(by_name) if re.search(r"(layers|blk)\.0\..*(q_proj|attn_q)", key))
     return [by_name[name], by_name[re.sub(r"\.0\.", ".1.", name, count=1)]]
 
 
@@ -333,17 +333,17 @@ def _twins(checkpoint: Checkpoint) -> list[tuple[int, int]]:
 def test_no_structure_of_an_edit_hides_it(edited: tuple[Checkpoint, Iterator[np.ndarray]]) -> None:
     checkpoint, others = edited
     content = np.fromfile(checkpoint.shards[0], np.uint8)
-    sums = [sum_of(checkpoint, one, [(0, len(one))]) for one in (content, *others)]
+    sums = [sum_of(checkpoint, raw, [(0, len(raw))]) for raw in (content, *others)]
     assert len(set(sums)) == 21 and None not in sums
 
 
-def _doors(told: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint], object]]:
+def _doors(words: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint], object]]:
     """Return what goes on with another run's results, session, weights or profile, or raises `UserError`."""
     machine = Machine(cpu="a", num_cores=1, torch="2", dtype="float32", device="cpu")
 
     def results(checkpoint: Checkpoint) -> None:
         kept = ResultsFile("o.jsonl", print)
-        parsed = ModelIdentity.parse(json.loads(json.dumps(told.as_dict())))
+        parsed = ModelIdentity.parse(json.loads(json.dumps(words.as_dict())))
         assert parsed is not None
         kept.models = {1: parsed}
         kept.require(Identities(ModelFiles(checkpoint, None)).difference)
@@ -354,9 +354,9 @@ def _doors(told: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint
 
     def ranks(checkpoint: Checkpoint) -> None:
         mine = identity_of(checkpoint)
-        require_same_weights([told.proofs, mine.proofs], is_final=False)
-        if not proved(told.proofs, mine.proofs):
-            require_same_weights([told.proofs, with_sum(checkpoint, mine).proofs], is_final=True)
+        require_same_weights([words.proofs, mine.proofs], is_final=False)
+        if not proved(words.proofs, mine.proofs):
+            require_same_weights([words.proofs, with_sum(checkpoint, mine).proofs], is_final=True)
 
     def profile(checkpoint: Checkpoint) -> None:
         greedy = Sampling()
@@ -364,7 +364,7 @@ def _doors(told: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint
             ProfileIdentity.from_models(checkpoint, checkpoint, greedy, "match", machine),
             proofs=dict.fromkeys(("target", "draft"), with_sum(checkpoint, identity_of(checkpoint)).proofs),
         )
-        made = replace(mine, target=told.digest, draft=told.digest, proofs=dict.fromkeys(mine.proofs, told.proofs))
+        made = replace(mine, target=words.digest, draft=words.digest, proofs=dict.fromkeys(mine.proofs, words.proofs))
         require_same_run(SimpleNamespace(identity=made), mine, Path("p.json"))  # type: ignore[arg-type]
 
     return {"results": results, "session": gone_on_with, "ranks": ranks, "profile": profile}
@@ -376,11 +376,11 @@ def test_no_edit_passes_a_door(edited: tuple[Checkpoint, Iterator[np.ndarray]], 
     checkpoint, others = edited
     (path,), folder = checkpoint.shards, checkpoint.directory
     before = path.stat()
-    told = with_sum(checkpoint, identity_of(checkpoint))
-    notes = {"target": json.dumps(told.as_dict()), "target_dtype": "float32", "draft": "", "draft_dtype": ""}
+    message = with_sum(checkpoint, identity_of(checkpoint))
+    notes = {"target": json.dumps(message.as_dict()), "target_dtype": "float32", "draft": "", "draft_dtype": ""}
     notes |= {"format": session._FORMAT, "messages": "null", "num_turns": "0"}
     session.write_tensors(tmp_path / "kept", notes, {"tokens": torch.arange(4)})
-    doors = _doors(told, tmp_path / "kept")
+    doors = _doors(message, tmp_path / "kept")
     for open_door in doors.values():
         open_door(open_headers(folder))
     accepted = []
@@ -400,7 +400,7 @@ def test_no_edit_passes_a_door(edited: tuple[Checkpoint, Iterator[np.ndarray]], 
 def test_equal_times_of_an_archive_do_not_hide_another_model(folder: Path) -> None:
     """Reproducible archives have one time for all, and the file system may give a freed inode again."""
     mine, path = summed(folder), folder / "model.safetensors"
-    lo = max((one for one in open_checkpoint(folder).tensors.values()), key=lambda one: one.num_bytes).lo
+    lo = max((entry for entry in open_checkpoint(folder).tensors.values()), key=lambda entry: entry.num_bytes).lo
     flip(path, lo + 3001)
     assert (
         path.stat().st_mtime_ns and same_model(mine, identity(folder)) == "nothing proves that the weights are the same"
@@ -417,7 +417,10 @@ def test_a_name_that_the_hub_gave_proves_nothing_of_what_was_written_since(is_su
     mine = summed(folder) if is_summed else identity(folder)
     assert "hub" in mine.proofs
     time.sleep(2.1)
-    flip(blob, 3000 + max((one for one in open_checkpoint(folder).tensors.values()), key=lambda one: one.num_bytes).lo)
+    flip(
+        blob,
+        3000 + max((entry for entry in open_checkpoint(folder).tensors.values()), key=lambda entry: entry.num_bytes).lo,
+    )
     assert same_model(mine, identity(folder)) == "nothing proves that the weights are the same"
 
 
@@ -428,14 +431,14 @@ def test_weights_are_summed_as_they_are_read(pair: Pair, tmp_path: Path, monkeyp
     from offload.engine.request import Request
     from offload.planning.load_options import LoadOptions
 
-    wanted = [summed(one).proofs["xxh3"] for one in pair]
+    wanted = [summed(folder).proofs["xxh3"] for folder in pair]
     shutil.rmtree(tmp_path / "cache")
     monkeypatch.setattr(identities, "_LITTLE_BYTES", 0)
     monkeypatch.setattr(summing, "read_left", None)
     options = LoadOptions(*pair, ram="1GiB", tree="4x2", dtype="float32", context=64, threads=1)
     with open_decoder(options, Request(is_named=True)) as decoder:
         decoder.generate([5, 6], max_new_tokens=1)
-        found = [decoder.identities.for_part(part) for part in ("target", "draft")]
-    assert [one and one.proofs.get("xxh3") for one in found] == wanted
+        results = [decoder.identities.for_part(part) for part in ("target", "draft")]
+    assert [identity and identity.proofs.get("xxh3") for identity in results] == wanted
     with open_decoder(options) as decoder:
         assert decoder.identities.target.has_sum, "it is kept"

@@ -35,9 +35,9 @@ def _little_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
-    def write(kind: str = "dense", **how: Any) -> tuple[Path, Path]:
+    def write(kind: str = "dense", **options: Any) -> tuple[Path, Path]:
         save, num_bytes = (save_small, TARGET_BYTES) if kind == "dense" else (save_small_moe, MIXTURE_BYTES)
-        source = save(tmp_path / "small", **how)
+        source = save(tmp_path / "small", **options)
         return source, inflate(source, tmp_path / "big", num_bytes)
 
     return write
@@ -75,8 +75,8 @@ def test_logits_are_those_of_the_small_model(
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 def test_generation_through_the_kv_cache(kind: str, pair: Pair) -> None:
     prompt = torch.tensor([[5, 7, 11]])
-    how = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None}
-    assert torch.equal(*(opened(one).generate(prompt, max_new_tokens=24, **how) for one in pair(kind)))
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None}
+    assert torch.equal(*(opened(folder).generate(prompt, max_new_tokens=24, **options) for folder in pair(kind)))
 
 
 TRAINED = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 3,

@@ -48,8 +48,8 @@ def single(entry: TensorEntry) -> tuple[tuple[int, ...], list[TensorPart]]:
 
 
 def layer_parameters(checkpoint: Checkpoint, layer: int) -> dict[str, tuple[tuple[int, ...], list[TensorPart]]]:
-    own = f"model.layers.{layer}."
-    return {name: single(entry) for name, entry in checkpoint.tensors.items() if name.startswith(own)}
+    prefix = f"model.layers.{layer}."
+    return {name: single(entry) for name, entry in checkpoint.tensors.items() if name.startswith(prefix)}
 
 
 def stands_well(entry: TensorEntry) -> bool:
@@ -158,8 +158,8 @@ def test_layers_are_told_by_name_and_numbers_that_are_none_leave_nothing_out(tmp
     for number in ("4", None, -1, 0, True, 1.5):
         assert not text_part("here", {"num_hidden_layers": number}, {"model.layers.7.x": ENTRY}).left_out, number
     plain = mixture()
-    more = replace(plain, tensors={**plain.tensors, ENDLESS: ENTRY, ENDLESS.replace("9", "1", 1): ENTRY})
-    assert model_shape(more).experts == model_shape(plain).experts
+    extra = replace(plain, tensors={**plain.tensors, ENDLESS: ENTRY, ENDLESS.replace("9", "1", 1): ENTRY})
+    assert model_shape(extra).experts == model_shape(plain).experts
 
 
 ENTRY = TensorEntry(0, "F32", (4,), 0, 16)
@@ -167,13 +167,15 @@ ENTRY = TensorEntry(0, "F32", (4,), 0, 16)
 
 def of_its_own(target: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """As each family has them: a whole layer, the last one once more and NaN, and what joins it with the model."""
-    own = {name: tensor for name, tensor in tensors.items() if ".layers.3." in f".{name}"}
-    copies = {name.replace("model.layers.3.", target): torch.full_like(one, torch.nan) for name, one in own.items()}
+    prefix = {name: tensor for name, tensor in tensors.items() if ".layers.3." in f".{name}"}
+    copies = {
+        name.replace("model.layers.3.", target): torch.full_like(value, torch.nan) for name, value in prefix.items()
+    }
     wide = torch.ones(VOCAB_SIZE, 64)
-    more = {"eh_proj": torch.full((64, 128), torch.nan), "enorm": torch.ones(64), "embed_tokens": wide}
+    extra = {"eh_proj": torch.full((64, 128), torch.nan), "enorm": torch.ones(64), "embed_tokens": wide}
     return {
         **copies,
-        **{f"{target}{name}.weight": one for name, one in more.items()},
+        **{f"{target}{name}.weight": value for name, value in extra.items()},
         f"{target}shared_head.head.weight": wide.clone(),
     }
 
@@ -193,18 +195,18 @@ CASES = {
 def test_extra_layers_change_nothing(case: str, tmp_path: Path) -> None:
     family, target = CASES[case]
     plain = save(tiny_model(config_named(family)), tmp_path / "plain", max_shard_size="1GB")
-    tensors, more = load_file(plain / "model.safetensors"), tmp_path / "more"
+    tensors, options = load_file(plain / "model.safetensors"), tmp_path / "more"
     extra = of_its_own(target, tensors)
-    more.mkdir()
-    (more / "config.json").write_text((plain / "config.json").read_text())
-    save_file({**tensors, **extra}, more / "model.safetensors")
-    known, wanted = open_checkpoint(more), open_checkpoint(plain)
+    options.mkdir()
+    (options / "config.json").write_text((plain / "config.json").read_text())
+    save_file({**tensors, **extra}, options / "model.safetensors")
+    known, wanted = open_checkpoint(options), open_checkpoint(plain)
     assert known.tensors.keys() == wanted.tensors.keys() and known.num_bytes == wanted.num_bytes
     assert model_shape(known).num_bytes <= model_shape(wanted).num_bytes + 5 * 8192, "they may lie otherwise in blocks"
     for name in ("kv_bytes_per_token", "routed_bytes", "num_weights", "row_bytes", "scratch_bytes"):
         assert getattr(model_shape(known), name) == getattr(model_shape(wanted), name)
     assert known.left_out == {"extra layers": sum(tensor.nbytes for tensor in extra.values())}
-    assert text_of(more, extra) == text_of(plain, {})
+    assert text_of(options, extra) == text_of(plain, {})
 
 
 def text_of(directory: Path, unread: dict[str, Tensor]) -> list[int]:
@@ -212,7 +214,7 @@ def text_of(directory: Path, unread: dict[str, Tensor]) -> list[int]:
     got, pieces = streamed(directory)
     header = read_header(directory / "model.safetensors").tensors
     large = [(header[name].lo, header[name].hi) for name in unread if header[name].num_bytes > 256]
-    assert pieces and not [one for one in pieces for lo, hi in large if one.lo < hi and one.hi > lo]
+    assert pieces and not [piece for piece in pieces for lo, hi in large if piece.lo < hi and piece.hi > lo]
     return got.token_ids
 
 
@@ -235,8 +237,8 @@ def test_what_transformers_passes_over_is_passed_over(name: str) -> None:
     module = pytest.importorskip(name_of_module, reason=f"this transformers has no {family}")
     patterns = getattr(module, model_class)._keys_to_ignore_on_load_unexpected
     assert any(re.search(pattern, name) for pattern in patterns), "the example is one of transformers' own"
-    found = text_part("here", {"num_hidden_layers": num_layers}, {name: ENTRY, "model.layers.1.x": ENTRY})
-    assert found.tensors.keys() == {"model.layers.1.x"} and found.left_out == {"extra layers": 16}
+    result = text_part("here", {"num_hidden_layers": num_layers}, {name: ENTRY, "model.layers.1.x": ENTRY})
+    assert result.tensors.keys() == {"model.layers.1.x"} and result.left_out == {"extra layers": 16}
 
 
 @pytest.mark.parametrize("name", [

@@ -23,7 +23,7 @@ def saved(family: str, folder: Path) -> Path:
     """Write a tiny model in one file."""
     save(build(FAMILIES[family]()), folder)
     shards = [*folder.glob("*.safetensors*")]
-    weights = {name: one for path in shards if path.suffix != ".json" for name, one in load_file(path).items()}
+    weights = {name: value for path in shards if path.suffix != ".json" for name, value in load_file(path).items()}
     for path in shards:
         path.unlink()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -47,18 +47,18 @@ def converted(plain: Path, folder: Path, bits: int) -> dict[str, torch.Tensor]:
         if not bits:
             tensors[f"{name}.weight"] = stack
             continue
-        made = [RECIPES[f"mlx-{bits}"].store(one.float()) for one in stack]
+        made = [RECIPES[f"mlx-{bits}"].store(tensor.float()) for tensor in stack]
         for suffix in made[0].tensors:
-            tensors[name + suffix] = torch.stack([one.tensors[suffix] for one in made])
-        for expert, one in enumerate(made):
-            numbers[name.replace("switch_mlp", f"experts.{expert}") + ".weight"] = one.weight
+            tensors[name + suffix] = torch.stack([stored.tensors[suffix] for stored in made])
+        for expert, stored in enumerate(made):
+            numbers[name.replace("switch_mlp", f"experts.{expert}") + ".weight"] = stored.weight
     folder.mkdir()
     for small in plain.glob("*.json"):
         shutil.copy(small, folder)
     config = json.loads((plain / "config.json").read_text())
     config |= {"quantization": {"group_size": 32, "bits": bits, "mode": "affine"}} if bits else {}
     (folder / "config.json").write_text(json.dumps(config))
-    named = {name: one.contiguous() for name, one in tensors.items()}
+    named = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "mlx"})
     return numbers
 
@@ -69,7 +69,7 @@ def test_stacks_of_experts_write_what_transformers_writes(bits: int, tmp_path: P
     numbers = converted(plain, tmp_path / "mlx", bits)
     wanted_from = tmp_path / "wanted"
     shutil.copytree(plain, wanted_from)
-    floats = {name: one.float().contiguous() for name, one in numbers.items()}
+    floats = {name: tensor.float().contiguous() for name, tensor in numbers.items()}
     save_file(floats, wanted_from / "model.safetensors", metadata={"format": "pt"})
     prompt = prompts()[1]
     wanted = reference(wanted_from, prompt, 16)
@@ -95,10 +95,10 @@ def test_norms_of_recurrent_families_lose_what_was_added() -> None:
 
     names = {"model.layers.0.input_layernorm.weight": entry(8), "model.layers.0.linear_attn.norm.weight": entry(8),
              "model.layers.0.linear_attn.conv1d.weight": entry(8, 4, 1)}  # fmt: skip
-    found = as_in_transformers("model", {"model_type": "qwen3_next"}, names)
-    coding: Any = [None if one.coded is None else one.coded.coding for one in found.values()]
+    mapping = as_in_transformers("model", {"model_type": "qwen3_next"}, names)
+    coding: Any = [None if entry.coded is None else entry.coded.coding for entry in mapping.values()]
     assert coding[0].added == 1 and coding[1:] == [None, None]
-    assert found["model.layers.0.linear_attn.conv1d.weight"].shape == (8, 1, 4)
+    assert mapping["model.layers.0.linear_attn.conv1d.weight"].shape == (8, 1, 4)
 
 
 @pytest.mark.parametrize(("ending", "method"), [

@@ -31,8 +31,8 @@ def test_every_pattern_is_finite_where_torch_says_so(dtype: str) -> None:
     ends += [0x7FEF << 48 | (1 << 48) - 1, 0x7FF0 << 48, 0xFFF0 << 48] if size == 8 else []
     raw = np.concatenate([patterns.astype(f"<u{size}"), np.array(ends, f"<u{size}")])
     wanted = torch.from_numpy(raw.view(np.uint8)).view(FLOATS[dtype]).double().isfinite().tolist()
-    found = [is_finite(top_bits(one.view(np.uint8), form), form) for one in raw.reshape(-1, 1)]
-    assert found == wanted and not all(wanted)
+    results = [is_finite(top_bits(tensor.view(np.uint8), form), form) for tensor in raw.reshape(-1, 1)]
+    assert results == wanted and not all(wanted)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -83,11 +83,11 @@ REMARKS: dict[str, tuple[list[TensorMaximum], bool, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("tops", "has_zeros", "told"), REMARKS.values(), ids=REMARKS)
+@pytest.mark.parametrize(("tops", "has_zeros", "words"), REMARKS.values(), ids=REMARKS)
 def test_what_is_odd_is_told_in_a_line_for_each_kind(
-    tops: list[TensorMaximum], has_zeros: bool, told: list[str]
+    tops: list[TensorMaximum], has_zeros: bool, words: list[str]
 ) -> None:
-    assert remarks(tops, has_zeros=has_zeros) == told
+    assert remarks(tops, has_zeros=has_zeros) == words
 
 
 FAR = 91_639 * 4
@@ -98,8 +98,8 @@ LENGTHS = [0, 1, 5, FAR - 1, FAR, FAR + 1, FAR + 3, FAR + 4, 2 * FAR, 1_000_003,
 def test_it_is_the_number_of_zlib(length: int) -> None:
     raw = np.random.default_rng(length).integers(0, 256, length + 3, dtype=np.uint8)
     for at in (0, 3):
-        own = raw[at : at + length].copy()
-        assert crc32_of_scratch(own) == zlib.crc32(raw[at : at + length].data)
+        scratch = raw[at : at + length].copy()
+        assert crc32_of_scratch(scratch) == zlib.crc32(raw[at : at + length].data)
     for byte in (0, 255):
         same = np.full(length, byte, np.uint8)
         assert crc32_of_scratch(same.copy()) == zlib.crc32(same.data)

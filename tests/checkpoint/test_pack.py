@@ -78,20 +78,20 @@ def packed(model: Path, tmp_path: Path) -> Path:
 
 def sums(folder: Path) -> dict[str, str]:
     files = filter(Path.is_file, folder.rglob("*"))
-    found = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    return {name: own for name, own in found.items() if name not in (".hidden", "consolidated.pth")}
+    mapping = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {name: value for name, value in mapping.items() if name not in (".hidden", "consolidated.pth")}
 
 
 def test_what_is_unpacked_has_the_same_sha256(model: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    found = pack(model, tmp_path / "packed", progress=lambda *how_far: seen.append(how_far))
-    assert found.num_files > len(list(model.glob("*.safetensors"))) > 1 and found.num_kept == 0
+    result = pack(model, tmp_path / "packed", progress=lambda *how_far: seen.append(how_far))
+    assert result.num_files > len(list(model.glob("*.safetensors"))) > 1 and result.num_kept == 0
     before, after = (open_checkpoint(folder).num_bytes for folder in (model, tmp_path / "packed"))
     assert after < 0.8 * before, "but for headers"
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
     assert unpack(tmp_path / "packed", tmp_path / "back") == tmp_path / "back"
     assert sums(tmp_path / "back") == sums(model)
-    assert verify(tmp_path / "packed", progress=silent) == found
+    assert verify(tmp_path / "packed", progress=silent) == result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -113,11 +113,11 @@ def test_anything_that_a_file_may_hold_comes_back(dtype: torch.dtype, tmp_path: 
     }  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": 'ü "quoted"'})
     pack(folder, tmp_path / "packed")
-    found = open_checkpoint(tmp_path / "packed").tensors
-    assert found.keys() == tensors.keys()
-    coded = {name for name, entry in found.items() if entry.coded is not None}
+    mapping = open_checkpoint(tmp_path / "packed").tensors
+    assert mapping.keys() == tensors.keys()
+    coded = {name for name, entry in mapping.items() if entry.coded is not None}
     assert coded == {"model.layers.0.a.weight", "model.layers.0.experts.c", "h"}
-    assert all(found[name].shape == tuple(tensors[name].shape) for name in coded)
+    assert all(mapping[name].shape == tuple(tensors[name].shape) for name in coded)
     unpack(tmp_path / "packed", tmp_path / "back")
     assert sums(tmp_path / "back") == sums(folder)
 
@@ -129,8 +129,8 @@ def test_of_two_tensors_with_one_name_the_index_tells_which_is_meant(model: Path
     last = model / max(placed.values())
     save_file({**load_file(last), name: load_file(model / placed[name])[name] + 1}, last)
     pack(model, tmp_path / "packed")
-    found = json.loads((tmp_path / "packed" / index.name).read_text())["weight_map"]
-    files = {found[stored] for stored in found if stored.startswith(name)}
+    result = json.loads((tmp_path / "packed" / index.name).read_text())["weight_map"]
+    files = {result[stored] for stored in result if stored.startswith(name)}
     assert {read_packed(tmp_path / "packed" / file).origin.file for file in files} == {placed[name]}
     assert open_checkpoint(tmp_path / "packed").tensors.keys() == open_checkpoint(model).tensors.keys()
 
@@ -140,7 +140,7 @@ def test_other_tools_can_tell_what_a_file_is_and_a_layer_is_one_run_of_it(model:
     for path in packed.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata()["format"] == "offload.packed" and file.metadata()["version"] == "1"
-            assert json.loads(file.metadata()["origin"])["file"] in {one.name for one in model.iterdir()}
+            assert json.loads(file.metadata()["origin"])["file"] in {path.name for path in model.iterdir()}
             assert all(weight_map[name] == path.name for name in file.keys())  # noqa: SIM118
         entries = sorted(read_header(path).tensors.items(), key=lambda item: item[1].lo)
         is_code = [name.endswith(".code") for name, _ in entries]
@@ -162,12 +162,12 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         pack(model, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
-    found = pack(model, tmp_path / "packed")
-    kept = found.num_kept
+    result = pack(model, tmp_path / "packed")
+    kept = result.num_kept
     # two are under way at once; the one that was not stopped is whole
     assert 1 <= kept <= 2 and len({*written[3:]}) == whole.num_files - kept
     assert sums(tmp_path / "packed") == sums(tmp_path / "whole")
-    assert pack(model, tmp_path / "packed") == found._replace(num_kept=found.num_files, was_there=True)
+    assert pack(model, tmp_path / "packed") == result._replace(num_kept=result.num_files, was_there=True)
     assert len(written) == 3 + whole.num_files - kept, "what is whole is not written again"
 
 
@@ -199,15 +199,19 @@ def wrong_coders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packed_writing, "encode_exponents", wrong)
 
 
-@pytest.mark.parametrize(("plant", "told"), [
+@pytest.mark.parametrize(("plant", "words"), [
     (lambda patch: patch.setattr("offload.packing.format.os.fsync", interrupt), pytest.raises(KeyboardInterrupt)),
     (wrong_coders, pytest.raises(UserError, match="does not decode to what was packed")),
 ], ids=["dies", "codes wrongly"])  # fmt: skip
 def test_what_ends_within_a_file_leaves_none(
-    plant: Callable[[pytest.MonkeyPatch], None], told: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None],
+    words: Any,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
-    with told:
+    with words:
         pack(model, tmp_path / "packed")
     assert [path.name for path in (tmp_path / "packed.unfinished").iterdir()] == ["offload_pack.json"]
 
@@ -216,12 +220,12 @@ def test_a_source_that_changed_in_between_is_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = sorted(model.glob("*.safetensors"))[1]
-    told = rf"another {shard.name}, which changed since: remove"
+    message = rf"another {shard.name}, which changed since: remove"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "write_packed", interrupt)
         pack(model, tmp_path / "packed")
     damage(shard, -1)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         pack(model, tmp_path / "packed")
     shutil.rmtree(tmp_path / "packed.unfinished")
     pack(model, tmp_path / "packed")
@@ -229,7 +233,7 @@ def test_a_source_that_changed_in_between_is_noticed(
     before = shard.stat()
     flip(shard, -1)
     assert shard.stat().st_mtime_ns == before.st_mtime_ns
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         pack(model, tmp_path / "packed")
 
 
@@ -276,13 +280,13 @@ def test_a_config_that_changes_meanwhile_is_noticed(
         return cut_after
 
     config, packed, back = (model / "config.json").read_bytes(), tmp_path / "packed", tmp_path / "back"
-    told = "config.json changed while it was to be copied"
-    with monkeypatch.context() as patch, pytest.raises(ReadError, match=told):
+    message = "config.json changed while it was to be copied"
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=message):
         patch.setattr(module, "write_packed", cutting(model, module.write_packed))
         pack(model, packed)
     (model / "config.json").write_bytes(config)
     pack(model, packed)
-    with monkeypatch.context() as patch, pytest.raises(ReadError, match=told):
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=message):
         patch.setattr(module, "write_original", cutting(packed, module.write_original))
         unpack(packed, back)
     assert not back.exists()
@@ -294,8 +298,8 @@ def test_a_config_that_changes_meanwhile_is_noticed(
 def place_of(folder: Path, suffix: str) -> tuple[Path, int]:
     """A file, and where in it such a tensor begins."""
     headers = [(path, read_header(path).tensors) for path in sorted(folder.glob("*.safetensors"))]
-    named = ((path, name, one) for path, own in headers for name, one in own.items())
-    return next((path, one.lo) for path, name, one in named if name.endswith(suffix) and one.num_bytes)
+    named = ((path, name, entry) for path, entries in headers for name, entry in entries.items())
+    return next((path, entry.lo) for path, name, entry in named if name.endswith(suffix) and entry.num_bytes)
 
 
 @pytest.mark.parametrize("kind", [".mantissas", ".exponents", ".escapes", ".code", "norm.weight"])
@@ -330,7 +334,7 @@ def test_a_matrix_beside_its_copy_comes_back_whatever_it_holds(tmp_path: Path) -
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(100, 50).bfloat16()
     save_file(tensors, path)
     done = pack(folder, tmp_path / "beside", beside="int4")
-    coded = {key: one.coded.coding for key, one in open_checkpoint(done.folder).tensors.items() if one.coded}
+    coded = {key: value.coded.coding for key, value in open_checkpoint(done.folder).tensors.items() if value.coded}
     assert isinstance(coded[name.format(0)], residuals.Residual) and isinstance(
         coded[name.format(1)], residuals.Residual
     )
@@ -361,14 +365,14 @@ def test_a_run_beside_another_copy_is_refused(suffix: str, beside: Path) -> None
 def test_what_is_asked_beside_must_be_possible(model: Path, beside: Path, tmp_path: Path) -> None:
     dense = tmp_path / "dense"
     half = save(build(FAMILIES["llama"]()).bfloat16().half(), tmp_path / "half")
-    for source, how, told in (
+    for source, options, words in (
         (dense, "nf4", "must be int4, got 'nf4'"),
         (model, "int4", "fused experts"),
         (half, "int4", "needs matrices in bfloat16"),
         (beside, "int4", "is packed already"),
     ):
-        with pytest.raises(UserError, match=told):
-            pack(source, tmp_path / "other", beside=how)
+        with pytest.raises(UserError, match=words):
+            pack(source, tmp_path / "other", beside=options)
         assert not (tmp_path / "other").exists()
     with pytest.raises(UserError, match="was packed beside int4, not by itself: choose another folder"):
         pack(dense, beside)
@@ -400,7 +404,7 @@ def test_tensors_that_look_better_than_they_are_stay_plain(
 
 def test_narrow_exponents_take_eleven_bits(tmp_path: Path) -> None:
     pack(save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "model"), tmp_path / "packed")
-    codings = [one.coded.coding for one in open_checkpoint(tmp_path / "packed").tensors.values() if one.coded]
+    codings = [tensor.coded.coding for tensor in open_checkpoint(tmp_path / "packed").tensors.values() if tensor.coded]
     assert {coding.width for coding in codings if isinstance(coding, Exponents)} == {3}
 
 
@@ -456,10 +460,10 @@ def test_an_unpacking_that_fails_in_its_last_steps_goes_on(
 ) -> None:
     back, does = tmp_path / "back", getattr(Path, step)
 
-    def refuse(path: Path, *given: Any, **how: Any) -> Any:
+    def refuse(path: Path, *given: Any, **options: Any) -> Any:
         if path.name == "back.unfinished" or path == back / MANIFEST:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return does(path, *given, **how)
+        return does(path, *given, **options)
 
     with monkeypatch.context() as patch, pytest.raises((UserError, OSError), match="Input/output error"):
         patch.setattr(Path, step, refuse)
@@ -521,8 +525,8 @@ def test_parts_of_another_type_are_refused(
     suffix: str, dtype: str, shape: Callable[[int], list[int]], packed: Path
 ) -> None:
     def rewrite(header: dict[str, Any]) -> None:
-        own = next(entry for name, entry in header.items() if name.endswith(suffix))
-        own |= {"dtype": dtype, "shape": shape(math.prod(own["shape"]))}
+        named_entry = next(entry for name, entry in header.items() if name.endswith(suffix))
+        named_entry |= {"dtype": dtype, "shape": shape(math.prod(named_entry["shape"]))}
 
     rewrite_header(min(packed.glob("*.safetensors")), rewrite)
     with pytest.raises(UserError, match="packed as by another version"):

@@ -81,8 +81,8 @@ def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, brok
     path.parent.mkdir(exist_ok=True)
     with open(path, "ab") as file:
         file.truncate(1 << 36)
-    told = rf"{path.name} has 65536 MiB, no such file has more than 256: download .* again"
-    with pytest.raises(UserError, match=told):
+    message = rf"{path.name} has 65536 MiB, no such file has more than 256: download .* again"
+    with pytest.raises(UserError, match=message):
         load_tokenizer(broken_file)
 
 
@@ -91,8 +91,8 @@ def test_what_no_library_reads_may_be_large(tmp_path: Path, monkeypatch: pytest.
     tokenizer = save_tokenizer(tmp_path)
     for name in UNREAD:
         hole(tmp_path / name)
-    found = load_tokenizer(tmp_path)
-    assert found is not None and found("Hi")["input_ids"] == tokenizer("Hi")["input_ids"]
+    result = load_tokenizer(tmp_path)
+    assert result is not None and result("Hi")["input_ids"] == tokenizer("Hi")["input_ids"]
     (tmp_path / "config.json").unlink(missing_ok=True)
     (tmp_path / "tokenizer_config.json").unlink()
     monkeypatch.setattr(small_files, "_MAX_BYTES", 100)
@@ -144,16 +144,16 @@ def test_results_go_into_files_alone(place: str, sound_file: Path, tmp_path: Pat
 
 
 def test_one_at_a_time_and_two_that_replace_one_file_share_nothing(tmp_path: Path) -> None:
-    told = pytest.raises(UserError, match=r"another process is writing to .*: wait for it")
-    with locked(tmp_path), told, locked(tmp_path):
+    message = pytest.raises(UserError, match=r"another process is writing to .*: wait for it")
+    with locked(tmp_path), message, locked(tmp_path):
         raise AssertionError("it is locked")
     with locked(tmp_path):
         assert tmp_path.is_dir()
     # As threads of one process do, and programs that are process 1, each in a container of its own.
     path = tmp_path / "profile.json"
-    with replacing(path) as one, replacing(path) as other:
-        assert one != other
-        one.write_text("one")
+    with replacing(path) as opened, replacing(path) as other:
+        assert opened != other
+        opened.write_text("one")
         other.write_text("other")
     assert path.read_text() == "one" and [*tmp_path.iterdir()] == [path]
 
@@ -162,13 +162,13 @@ def test_a_folder_that_another_finishes_meanwhile_is_not_ours(tmp_path: Path) ->
     """Opened before it was renamed and locked after: the lock is that of the finished one."""
     folder, flock = tmp_path / "work", fcntl.flock
 
-    def finish_first(descriptor: int, how: int) -> None:
+    def finish_first(descriptor: int, flags: int) -> None:
         folder.rename(tmp_path / "finished")
         folder.mkdir()
         (folder / "of a third").touch()
-        flock(descriptor, how)
+        flock(descriptor, flags)
 
-    told = pytest.raises(UserError, match="another process")
-    with patch.object(fcntl, "flock", finish_first), told, locked_anew(folder):
+    message = pytest.raises(UserError, match="another process")
+    with patch.object(fcntl, "flock", finish_first), message, locked_anew(folder):
         raise AssertionError("what lies there is a third one's")
     assert (folder / "of a third").exists() and (tmp_path / "finished").is_dir()

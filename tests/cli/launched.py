@@ -27,13 +27,13 @@ def write_text(loading: Any, console: Any, request: Any, **_: object) -> None:
     from offload.distributed.join import joined
     from offload.rank_roles import require_place
 
-    what, _, rank = os.environ.get("MISFORTUNE", ":").partition(":")
+    misfortune, _, rank = os.environ.get("MISFORTUNE", ":").partition(":")
     place = require_place()
     is_mine = rank == str(place.rank)
-    if is_mine and what == "refuse-early":
+    if is_mine and misfortune == "refuse-early":
         raise UserError("`ram` 1 is too small here: give more")
-    num_words, failure = NUM_WORDS if what else FATAL_WORD, None
-    silence_s = 4 if what == "stop" else 20
+    num_words, failure = NUM_WORDS if misfortune else FATAL_WORD, None
+    silence_s = 4 if misfortune == "stop" else 20
     same = ModelIdentity(dict.fromkeys(PARTS, "same"), {"xxh3": "same"})
     with joined(place, same, loading.options.ranks, [], limit_s=30, exchange_limit_s=silence_s) as ranks:
         print(f"pid {place.rank} {os.getpid()}", file=sys.stderr, flush=True)
@@ -42,8 +42,8 @@ def write_text(loading: Any, console: Any, request: Any, **_: object) -> None:
                 ranks.transport.broadcast(torch.zeros(1))
                 console.text(f"word{number} ")
                 if is_mine and number == FATAL_WORD:
-                    meet(what)
-                time.sleep(WORD_S if what else 0)
+                    meet(misfortune)
+                time.sleep(WORD_S if misfortune else 0)
         except (KeyboardInterrupt, RankError, ReadError, UserError) as error:
             failure = error
         console.text(f"{request.prompt or ''}\n")

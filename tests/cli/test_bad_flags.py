@@ -38,7 +38,7 @@ def test_every_command_refuses_an_option_that_it_has_not(option: str) -> None:
 
     root = every_command()
     groups = {"datastore": root["datastore"].commands, "bench": COMMANDS if option == "--nonesuch" else {}}
-    paths = [(), *((name,) for name in root), *((group, own) for group in groups for own in groups[group])]
+    paths = [(), *((name,) for name in root), *((group, command) for group in groups for command in groups[group])]
     assert len(paths) > 15
     for path in paths:
         refused = shell(*path, option)
@@ -196,9 +196,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory, sound: Path) -> dict[str, 
     (folder / "prompts.jsonl").write_text('{"prompt": "x"}\n')
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", RUN, json.dumps([case.split() for case in CASES])]
-    told = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
-    return dict(zip(CASES, json.loads(told.stdout), strict=True))
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

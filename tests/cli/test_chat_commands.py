@@ -38,18 +38,18 @@ def chat(model: Path, stdin: str, *arguments: object, quiet: bool = True) -> Out
 
 def babble(model: Path, stdin: str, *arguments: object) -> str:
     """Answers of eight tokens each."""
-    told = chat(model, stdin, "-n", 8, "--temp", 1, *arguments)
-    assert told.code == 0
-    return told.out
+    outcome = chat(model, stdin, "-n", 8, "--temp", 1, *arguments)
+    assert outcome.code == 0
+    return outcome.out
 
 
 def test_every_command_is_obeyed(letters: Path) -> None:
     lines = ["/help", "/system Be.", "/system", "Say", "/set", "/set temp 0.5", "/set max_tokens 2", "Say"]
     outcome = chat(letters, "\n".join([*lines, "/stats", "/undo", "/bye", "Say"]))
     assert outcome.code == 0 and outcome.out == "Ok.\nOk\n"
-    told = outcome.err.splitlines()
-    assert "\n".join(told[: len(_HELP.splitlines())]) == _HELP
-    first, *rest = told[len(_HELP.splitlines()) :]
+    said_lines = outcome.err.splitlines()
+    assert "\n".join(said_lines[: len(_HELP.splitlines())]) == _HELP
+    first, *rest = said_lines[len(_HELP.splitlines()) :]
     assert first.startswith("the system prompt is set")
     assert rest[:3] == [
         "Be.",
@@ -101,11 +101,11 @@ def test_a_question_may_be_in_a_file_and_draws_go_on_where_they_were(babbler: Pa
 
 
 def test_another_answer_is_another_draw_and_replaces_the_first(babbler: Path) -> None:
-    first, what = babble(babbler, "Say"), babble(babbler, "What?")
+    first, second = babble(babbler, "Say"), babble(babbler, "What?")
     both, all_three = babble(babbler, "Say\n/retry"), babble(babbler, "Say\n/retry\nAnd?")
     assert both.startswith(first) and all_three.startswith(both) and both[len(first) :] != first
     undone = babble(babbler, "What?\n/undo\nSay\nAnd?")
-    assert undone == what + all_three[len(first) :], "each turn has the next seed, and what was undone left no trace"
+    assert undone == second + all_three[len(first) :], "each turn has the next seed, and what was undone left no trace"
 
 
 def test_a_stopped_answer_stays_and_can_be_tried_again(talker: Path) -> None:
@@ -144,7 +144,8 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     assert first.out + second.out == whole.out == 3 * "Ok.\n"
     assert f"going on with {path}: 2 questions, the last one asked was 'Say it'" in second.err
     read = [
-        [line.split("; ")[1] for line in told.err.splitlines() if " tokens read)" in line] for told in (whole, second)
+        [line.split("; ")[1] for line in outcome.err.splitlines() if " tokens read)" in line]
+        for outcome in (whole, second)
     ]
     assert read[0][2] == read[1][0], "as little is read as without a break"
     other = chat(
@@ -155,7 +156,7 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
     loaded = f"going on with {tmp_path / 'copy'}: 3 questions, the last one asked was 'Again'"
     stays = f"{path} stays as it is, and answers are kept no more: /save FILE keeps them"
-    forgotten = [f"forgotten: {one}" for one in ("Again", "Say it", "Say")]
+    forgotten = [f"forgotten: {question}" for question in ("Again", "Say it", "Say")]
     assert held.err.splitlines()[:6] == ["No.", loaded, stays, *forgotten]
     assert chat(letters, "/undo", "--session", path).err == "forgotten: Say\n", "what was loaded replaced nothing"
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
@@ -222,9 +223,9 @@ def test_a_session_that_could_not_be_written_is_tried_again_at_the_end(
         save(decoder, *given)  # type: ignore[arg-type]
 
     with patch.object(Decoder, "save_session", failing):
-        told = chat(talker, "Say\n", "--session", path)
-    assert told.code == code and path.exists() is (code == 0) and told.out == SAID + "\n"
-    assert told.err == number_of_failures * "offload: cannot write the session\n"
+        outcome = chat(talker, "Say\n", "--session", path)
+    assert outcome.code == code and path.exists() is (code == 0) and outcome.out == SAID + "\n"
+    assert outcome.err == number_of_failures * "offload: cannot write the session\n"
 
 
 def test_only_a_run_with_a_token_writes_its_session(looper: Path, tmp_path: Path) -> None:
@@ -253,9 +254,9 @@ def test_a_text_is_kept_and_gone_on_with(ender: Path, tmp_path: Path) -> None:
     path = tmp_path / "text"
     first = generate(ender, "-p", "Say:", "-n", 4, "--session", path)
     second = generate(ender, "-n", 1, "--session", path)
-    told = json.loads(generate(ender, "--session", path, "--json").out)
-    assert first.out[:-1] + second.out[:-1] + told["text"] == SAID, "the newline is the shell's"
-    assert told["num_kept_tokens"] == told["num_prompt_tokens"] - 1 == len("Say:") + 4
+    reply = json.loads(generate(ender, "--session", path, "--json").out)
+    assert first.out[:-1] + second.out[:-1] + reply["text"] == SAID, "the newline is the shell's"
+    assert reply["num_kept_tokens"] == reply["num_prompt_tokens"] - 1 == len("Say:") + 4
     assert_refused(generate(ender, "--session", path), "has come to its end: give a prompt")
     again = json.loads(generate(ender, "-p", "Say:Say:", "--session", path, "--json").out)
     assert again["text"] == SAID and again["num_kept_tokens"] == len("Say:"), "a prompt cache"

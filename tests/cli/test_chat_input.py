@@ -45,8 +45,8 @@ print("END", flush=True)
 
 
 def typist_at(term: str, folder: Path, first: str = "") -> Typist:
-    how = {"TERM": term, "XDG_CACHE_HOME": str(folder), "ANSWERED": f"{folder}/answered"}
-    return Typist([sys.executable, "-c", first + READS], how)
+    options = {"TERM": term, "XDG_CACHE_HOME": str(folder), "ANSWERED": f"{folder}/answered"}
+    return Typist([sys.executable, "-c", first + READS], options)
 
 
 @pytest.fixture(params=["xterm", "dumb"])

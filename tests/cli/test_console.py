@@ -32,8 +32,8 @@ def lines(passed: StepMetrics) -> list[str]:
 
 @pytest.mark.parametrize("accepted", [[0], [0, 1], [0, 2, 7], [0, 1, 6]])
 def test_every_guess_is_drawn_or_counted(accepted: list[int]) -> None:
-    told = lines(a_pass(PARENTS, accepted))
-    body = "\n".join(told[2:])
+    message = lines(a_pass(PARENTS, accepted))
+    body = "\n".join(message[2:])
     num_drawn = len(re.findall(r"├─ (?!\d+ more)|└\*", body))
     num_counted = sum(int(number) for number in re.findall(r"(\d+) (?:more|behind it)", body))
     assert num_drawn + num_counted == len(PARENTS) - 1
@@ -42,7 +42,7 @@ def test_every_guess_is_drawn_or_counted(accepted: list[int]) -> None:
 
 def test_a_usual_pass_has_the_median_and_is_not_the_last() -> None:
     kept = [[0], [0, 1], [0, 1, 5], [0, 1], [0, 1, 5]]
-    passes = [a_pass([-1], [0]), *(a_pass(PARENTS, one, root=index) for index, one in enumerate(kept))]
+    passes = [a_pass([-1], [0]), *(a_pass(PARENTS, accepted, root=index) for index, accepted in enumerate(kept))]
     shown = usual_pass(passes)
     assert shown is not None and shown.num_kept == 1 and shown.number in (3, 5) and shown.num_passes == 6
     assert shown.own_token == passes[shown.number].tokens[0]

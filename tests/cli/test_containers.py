@@ -52,12 +52,12 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
         open_checkpoint(model)
 
 
-def _run(model: Path, *before: str, rights: Sequence[str] = (), **how: Any) -> subprocess.CompletedProcess[str]:
+def _run(model: Path, *before: str, rights: Sequence[str] = (), **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `generate` behind these lines of a shell, by a program that takes rights away."""
     lines = "; ".join([*before, 'exec "$@"'])
     asked = ["-p", "Count:", "-n", "2", "--ram", "1GiB", "--context", "64", "--threads", "1", "--raw", "-q"]
     command = [*rights, "bash", "-c", lines, "bash", sys.executable, "-m", "offload", "generate", "-m", str(model)]
-    return subprocess.run([*command, *asked], capture_output=True, text=True, timeout=300, **how)
+    return subprocess.run([*command, *asked], capture_output=True, text=True, timeout=300, **options)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="root alone can be another user")
@@ -67,20 +67,20 @@ def test_another_users_files_are_read_as_far_as_they_may_be(sound_file: Path, tm
     for path in (model.parent, model, *model.iterdir()):
         path.chmod(0o755)
         os.chown(path, 65534, 65534)
-    how: dict[str, Any] = {"rights": ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")}
-    how |= {"cwd": model, "env": {**os.environ, "HOME": str(model.parent), "XDG_CACHE_HOME": str(model / "cache")}}
-    how["env"]["PYTHONPATH"] = str(SOURCE)
+    options: dict[str, Any] = {"rights": ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")}
+    options |= {"cwd": model, "env": {**os.environ, "HOME": str(model.parent), "XDG_CACHE_HOME": str(model / "cache")}}
+    options["env"]["PYTHONPATH"] = str(SOURCE)
     before = contents(tmp_path)
     wanted = _run(model)
-    ended = _run(model, **how)
+    ended = _run(model, **options)
     assert (ended.returncode, ended.stdout) == (0, wanted.stdout) and wanted.stdout, ended.stderr
     assert contents(tmp_path) == before
     (model / "model.safetensors").chmod(0o600)
-    ended = _run(model, **how)
+    ended = _run(model, **options)
     assert ended.returncode == 2 and "Permission denied" in ended.stderr and "yours to read" in ended.stderr
-    how["cwd"] = "/"
+    options["cwd"] = "/"
     model.parent.chmod(0o700)
-    ended = _run(model, **how)
+    ended = _run(model, **options)
     assert ended.returncode == 2 and "others may not be looked into by this user" in ended.stderr, ended.stderr
 
 

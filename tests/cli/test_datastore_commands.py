@@ -47,9 +47,9 @@ def test_a_store_from_files_to_matches(looper: Path, texts: Path, tmp_path: Path
     assert speed.startswith("41 new tokens, ") and " a second; peak memory " in speed and "of 2 GiB allowed" in speed
     tokenizer = load_tokenizer(looper)
     index = open_datastore(out, tokenizer.get_vocab())
-    found = index.longest(tokenizer("please return")["input_ids"])
-    (row,) = index.continuations(found, 20)
-    assert found.length == len(" return") and tokenizer.decode(row[row >= 0]) == " x\n"
+    result = index.longest(tokenizer("please return")["input_ids"])
+    (row,) = index.continuations(result, 20)
+    assert result.length == len(" return") and tokenizer.decode(row[row >= 0]) == " x\n"
 
 
 @pytest.mark.parametrize("flag", ["--datastore", "--ngram"])

@@ -159,5 +159,5 @@ def test_nothing_is_drawn_where_it_cannot_be_drawn_over(name: str, monkeypatch: 
             line.wait("importing")
             line.count(1, 4, "reading")
             line.say("a line")
-        told = terminal.read() if name == "dumb" else sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert told.strip() == "a line"
+        text = terminal.read() if name == "dumb" else sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert text.strip() == "a line"

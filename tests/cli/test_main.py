@@ -161,14 +161,14 @@ def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper
     assert outcome.code == 0 and outcome.err == "\n" and outcome.out
 
 
-@pytest.mark.parametrize(("word", "told"), [("run", "offload chat"), ("pull", "-m ORG/NAME"), ("help", "--help")])
-def test_a_newcomer_gets_help_and_words_of_other_programs_lead_on(word: str, told: str) -> None:
+@pytest.mark.parametrize(("word", "words"), [("run", "offload chat"), ("pull", "-m ORG/NAME"), ("help", "--help")])
+def test_a_newcomer_gets_help_and_words_of_other_programs_lead_on(word: str, words: str) -> None:
     outcome = shell()
     assert outcome == shell("--help") == shell("-h") and outcome.code == 0 and shell("plan", "-h").code == 0
     assert "generate" in outcome.out and "Start here: offload demo" in outcome.out
     assert shell("--version").out == f"offload {offload.__version__}\n"
     refused = shell(word, "llama")
-    assert refused.code == 2 and refused.err.startswith(f"offload: No such command '{word}': ") and told in refused.err
+    assert refused.code == 2 and refused.err.startswith(f"offload: No such command '{word}': ") and words in refused.err
 
 
 def test_models_are_listed_and_what_does_not_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +181,9 @@ def test_models_are_listed_and_what_does_not_run_is_told(tmp_path: Path, monkeyp
     (tmp_path / "hub" / "datasets--org--text" / "snapshots").mkdir(parents=True)
     half, whole = shell("list").out.splitlines()
     assert half.startswith("org/half   does not run: ") and whole.startswith("org/whole") and "billion param" in whole
-    told = {one["name"]: one for one in json.loads(shell("list", "--json").out)}
-    assert told["org/half"]["num_bytes"] is None and told["org/half"]["refusal"]
-    assert told["org/whole"]["num_bytes"] > 1000 and told["org/whole"]["refusal"] is None
+    reply = {load["name"]: load for load in json.loads(shell("list", "--json").out)}
+    assert reply["org/half"]["num_bytes"] is None and reply["org/half"]["refusal"]
+    assert reply["org/whole"]["num_bytes"] > 1000 and reply["org/whole"]["refusal"] is None
 
 
 def cached(folder: Path, name: str) -> Path:
@@ -200,8 +200,8 @@ def options(name: str) -> list[str]:
     command = every_command()[first]
     for word in words:
         command = command.commands[word]
-    shown = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
-    names = [next((flag for flag in one.opts if flag.startswith("--")), one.opts[0]) for one in shown]
+    shown = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
+    names = [next((flag for flag in parameter.opts if flag.startswith("--")), parameter.opts[0]) for parameter in shown]
     return [flag for flag in names if flag != "--help-all"]
 
 
@@ -212,8 +212,8 @@ def explained(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", LONG)
 def test_help_explains_what_matters_first_and_names_the_others(name: str) -> None:
-    told, whole = shell(*name.split(), "--help").out, shell(*name.split(), "--help-all").out
-    first, _, rest = told.partition(f"More, which offload {name} --help-all explains:")
+    message, whole = shell(*name.split(), "--help").out, shell(*name.split(), "--help-all").out
+    first, _, rest = message.partition(f"More, which offload {name} --help-all explains:")
     main = explained(first) & {*options(name)}
     assert 5 <= len(main) <= 8 and "--model" in main, main
     named = set(re.findall(r"--[\w-]+", rest.partition("Examples:")[0]))
@@ -224,8 +224,8 @@ def test_help_explains_what_matters_first_and_names_the_others(name: str) -> Non
 
 def test_all_options_stand_in_their_groups() -> None:
     for record in RECORDS:
-        for one in options_of(record).values():
-            assert one.group in GROUPS and record.GROUP in GROUPS, one.name  # type: ignore[attr-defined]
+        for option in options_of(record).values():
+            assert option.group in GROUPS and record.GROUP in GROUPS, option.name  # type: ignore[attr-defined]
     for name in LONG:
         whole = shell(name, "--help-all").out
         titles = re.findall(r"^(\w+):$", whole, re.MULTILINE)
@@ -237,13 +237,13 @@ def test_all_options_stand_in_their_groups() -> None:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_a_command_with_few_options_shows_them_all(name: str) -> None:
-    told = shell(*name.split(), "--help").out
-    assert explained(told) >= {*options(name)} and "--help-all" not in told
+    message = shell(*name.split(), "--help").out
+    assert explained(message) >= {*options(name)} and "--help-all" not in message
     assert shell(*name.split(), "--help-all").code == 2
 
 
 def test_help_of_the_program_imports_no_command() -> None:
     code = "import sys; sys.argv = ['offload', '--help']; from offload.cli.main import main\n"
     code += "try: main()\nexcept SystemExit: print(*(name for name in sys.modules if name.endswith('_commands')))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.splitlines()[-1] == "" and [*every_command()] == re.findall(r"^  (\w+)  +[A-Z]", told, re.MULTILINE)
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert text.splitlines()[-1] == "" and [*every_command()] == re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE)

@@ -33,7 +33,7 @@ def prompts(tmp_path: Path) -> Write:
 
     def write(*lines: object) -> Path:
         path = tmp_path / "prompts.jsonl"
-        path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
         return path
 
     return write
@@ -70,17 +70,19 @@ def test_every_prompt_gives_a_line_with_its_own_settings(ender: Path, prompts: W
 
 def test_messages_are_put_into_the_template(talker: Path, prompts: Write) -> None:
     file = prompts({"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": "Hi"})
-    one, other = objects(generate(talker, "-f", file, "--out", "-").out)
-    assert one["text"] == other["text"] and one["tokens"] == other["tokens"], "a prompt is a question of the user"
+    first, other = objects(generate(talker, "-f", file, "--out", "-").out)
+    assert first["text"] == other["text"] and first["tokens"] == other["tokens"], "a prompt is a question of the user"
 
 
 def test_lines_have_what_flags_have(talker: Path, ender: Path, prompts: Write) -> None:
-    told, chat = "Be brief.", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    asked, spoken = objects(generate(talker, "-f", prompts({"prompt": "Hi"}, {"messages": chat}), "--system", told).out)
+    message, chat = "Be brief.", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    asked, spoken = objects(
+        generate(talker, "-f", prompts({"prompt": "Hi"}, {"messages": chat}), "--system", message).out
+    )
     assert asked["tokens"] == spoken["tokens"], "the system prompt stands before prompts"
     file = prompts({"prompt": PROMPT, "logprobs": 2, "max_tokens": 1}, {"prompt": PROMPT, "logit_bias": {"0": -50.0}})
     first, biased = objects(generate(ender, "-f", file, "-n", 3).out)
-    assert [len(one["top"]) for one in first["logprobs"]] == [2] and "logprobs" not in biased
+    assert [len(entry["top"]) for entry in first["logprobs"]] == [2] and "logprobs" not in biased
     assert biased["sampling"]["logit_bias"] == [[0, -50.0]]
 
 
@@ -230,8 +232,8 @@ def test_half_a_line_that_a_kill_has_left_is_cut_off(prompts: Write, tmp_path: P
     for task in tasks:
         results.add(task, {"text": ""})
     out.write_text(lines[0] + lines[1][:30])
-    with open_results(out, tasks, file, lines.append) as found:
-        assert found.done == {(0, 0)} and found.models == {1: model}
+    with open_results(out, tasks, file, lines.append) as opened:
+        assert opened.done == {(0, 0)} and opened.models == {1: model}
     assert out.read_text() == lines[0]
 
 
@@ -288,14 +290,14 @@ def test_what_is_no_file_of_prompts_is_refused(
 def test_samples_are_texts_of_the_seeds_that_follow(ender: Path) -> None:
     wishes = ("-p", PROMPT, "--samples", 3, "--temp", 5, "--seed", 4, "-n", 6)
     listed = json.loads(generate(ender, *wishes, "--json").out)
-    assert [(one["sample"], one["seed"]) for one in listed] == [(0, 4), (1, 5), (2, 6)]
+    assert [(result["sample"], result["seed"]) for result in listed] == [(0, 4), (1, 5), (2, 6)]
     with open_decoder(ender) as decoder:
         alone = [decoder.generate(PROMPT, temperature=5, seed=seed, max_new_tokens=6) for seed in (4, 5, 6)]
-    assert [one["token_ids"] for one in listed] == [one.token_ids for one in alone]
-    assert len({one.text for one in alone}) > 1, "or nothing would tell them apart"
+    assert [result["token_ids"] for result in listed] == [result.token_ids for result in alone]
+    assert len({generation.text for generation in alone}) > 1, "or nothing would tell them apart"
     printed = generate(ender, *wishes).out
-    for index, one in enumerate(alone):
-        assert f"--- sample {index}, seed {4 + index}\n{one.text}\n" in printed
+    for index, generation in enumerate(alone):
+        assert f"--- sample {index}, seed {4 + index}\n{generation.text}\n" in printed
 
 
 # The line meanwhile
@@ -306,9 +308,9 @@ def counted_runs() -> Iterator[list[Request]]:
     """The requests that a decoder has begun."""
     begun, start = list[Request](), Decoder.start
 
-    def counted(decoder: Decoder, request: Request, **how: Any) -> Any:
+    def counted(decoder: Decoder, request: Request, **options: Any) -> Any:
         begun.append(request)
-        return start(decoder, request, **how)
+        return start(decoder, request, **options)
 
     with patch.object(Decoder, "start", counted):
         yield begun

@@ -91,8 +91,8 @@ def test_a_variable_that_is_nearly_a_flags_is_told(sound: Path, config: Path, mo
     monkeypatch.setenv("OFFLOAD_RAMM", "1GB")
     monkeypatch.setenv("OFFLOAD_OF_ANOTHER_PROGRAM", "1")
     monkeypatch.setenv("OFFLOAD_TRACEBACK", "1")
-    told = shell("plan", "-m", sound)
-    assert told.code == 0 and told.err == "offload: OFFLOAD_RAMM sets no flag. Did you mean OFFLOAD_RAM?\n"
+    outcome = shell("plan", "-m", sound)
+    assert outcome.code == 0 and outcome.err == "offload: OFFLOAD_RAMM sets no flag. Did you mean OFFLOAD_RAM?\n"
     assert shell("plan", "-m", sound, "--json").err == "", "what is to be quiet is"
 
 

@@ -33,11 +33,13 @@ def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
     last = outcome.err.splitlines()[-1]
     assert last.startswith(f"{packed}: ") and last.endswith("files; read back and decoded, the same bits")
     assert shell("pack", "-m", bf16, "--out", packed).err.splitlines()[-1].endswith("already: --verify reads it")
-    told = json.loads(shell("pack", "-m", bf16, "--out", packed, "--json").out)
-    assert told["was_there"] and "is_sound" not in told, "nothing was looked at"
-    told = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)
-    assert told["is_sound"] and told["packed_bytes"] < told["source_bytes"] and 0 < told["share"] < 1
-    texts = [shell("generate", "-m", one, "-p", "a", "-n", "8", "--ram", "1GiB", "-q").out for one in (bf16, packed)]
+    reply = json.loads(shell("pack", "-m", bf16, "--out", packed, "--json").out)
+    assert reply["was_there"] and "is_sound" not in reply, "nothing was looked at"
+    reply = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)
+    assert reply["is_sound"] and reply["packed_bytes"] < reply["source_bytes"] and 0 < reply["share"] < 1
+    texts = [
+        shell("generate", "-m", folder, "-p", "a", "-n", "8", "--ram", "1GiB", "-q").out for folder in (bf16, packed)
+    ]
     assert texts[0] == texts[1] != ""
     outcome = shell("unpack", "-m", packed, "--out", back, "--json")
     assert outcome.err == "" and json.loads(outcome.out)["folder"] == str(back)
@@ -49,13 +51,13 @@ def test_what_has_nothing_to_gain_is_refused_by_name(bf16: Path, tmp_path: Path)
     blocks = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q8_0").path
     model = save_quantised(save(build(FAMILIES["llama"]()), tmp_path / "plain"), "gptq", tmp_path / "gptq").directory
     shell("pack", "-m", bf16, "--out", tmp_path / "packed")
-    for one, words in (
+    for source, words in (
         (blocks, ("m.gguf is stored as Q8_0", "nothing to gain, run it as it is")),
         (tmp_path, ("m.gguf is stored as Q8_0", "nothing to gain, run it as it is")),
         (model, ("gptq is stored as int4 in", "nothing to gain")),
         (tmp_path / "packed", ("packed is packed already",)),
     ):
-        assert_refused(shell("pack", "-m", one, "--out", tmp_path / "x"), *words)
+        assert_refused(shell("pack", "-m", source, "--out", tmp_path / "x"), *words)
 
 
 def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
@@ -79,12 +81,12 @@ def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
     first, last = outcome.out.splitlines()
     assert outcome.code == 1 and first.startswith(f"{path.name}: {name}: its bytes are not those of offload_sums.json")
     assert last.startswith(f"{model}: DAMAGED in 1 file; ")
-    told = json.loads(shell("verify", model, "--json").out)
-    assert told["is_sound"] is False and [one["tensor"] for one in told["damage"]] == [name]
+    reply = json.loads(shell("verify", model, "--json").out)
+    assert reply["is_sound"] is False and [damage["tensor"] for damage in reply["damage"]] == [name]
     flip(path, at, bit)
-    told = json.loads(shell("verify", model, "--json").out)
-    assert told["is_sound"] is True and told["num_as_before"] == len(paths) == told["num_files"]
-    assert told["bytes_per_s"] > 0 and told["manifest"] == str(model / "offload_sums.json")
+    reply = json.loads(shell("verify", model, "--json").out)
+    assert reply["is_sound"] is True and reply["num_as_before"] == len(paths) == reply["num_files"]
+    assert reply["bytes_per_s"] > 0 and reply["manifest"] == str(model / "offload_sums.json")
 
 
 def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:

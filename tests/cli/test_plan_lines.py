@@ -53,19 +53,21 @@ def printed(*flags: object) -> str:
 )
 def test_the_answer_comes_first(machine: tuple[str, ...], words: tuple[str, ...], pair: tuple[str, ...]) -> None:
     out = printed(*pair, *machine)
-    told = " ".join(out.split())
-    assert out.startswith(words[0]) and all(" ".join(one.split()) in told for one in words)
-    assert "Llama-2-70B: 69 billion parameters, 138 GB" in told and "Llama-2-7B: 6.74 billion" in told
+    message = " ".join(out.split())
+    assert out.startswith(words[0]) and all(" ".join(text.split()) in message for text in words)
+    assert "Llama-2-70B: 69 billion parameters, 138 GB" in message and "Llama-2-7B: 6.74 billion" in message
     assert "█" not in out and ("GPU" in out) == ("--ram" not in machine or machine == GPU)
 
 
 def test_what_counts_of_computing_is_said(pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e12)
     out = printed(*pair, *LAPTOP[:2], "--disk-speed", "100GB", "--context", "1024", "--tree", "64x8")
-    told = " ".join(out.split())
+    message = " ".join(out.split())
     assert out.startswith("It runs: at least 1.1 seconds per token without a draft (1.1 to 1.5 with it).")
-    assert "computing is the limit; of computing only the products of weights count, as timed on this processor" in told
-    assert "with computing, as timed on this processor" in told
+    assert (
+        "computing is the limit; of computing only the products of weights count, as timed on this processor" in message
+    )
+    assert "with computing, as timed on this processor" in message
 
 
 IMPORTS_NOTHING_HEAVY = """
@@ -109,12 +111,12 @@ def test_a_tree_that_does_not_pay_is_no_headline(pair: tuple[str, ...]) -> None:
 
 def test_the_headline_is_seconds_per_token(pair: tuple[str, ...]) -> None:
     first = printed(*pair, *LAPTOP).splitlines()[0].split()
-    found = json.loads(shell("plan", *pair, *LAPTOP, "--json").out)
-    low, high = found["s_per_token_range"]
+    reply = json.loads(shell("plan", *pair, *LAPTOP, "--json").out)
+    low, high = reply["s_per_token_range"]
     assert first[:4] == ["It", "runs:", "at", "least"] and first[7:10] == ["seconds", "per", "token"]
     assert [float(first[4]), float(first[6])] == pytest.approx([low, high], rel=0.05)
-    assert float(first[10].strip("(")) == pytest.approx(found["predictions"][0]["s_per_token"], rel=0.05)
-    assert found["is_link_alone"] and found["models"]["draft"]["num_parameters"] == 6_738_415_616
+    assert float(first[10].strip("(")) == pytest.approx(reply["predictions"][0]["s_per_token"], rel=0.05)
+    assert reply["is_link_alone"] and reply["models"]["draft"]["num_parameters"] == 6_738_415_616
 
 
 def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +152,8 @@ def config_of(folder: Path, kind: str, **changes: Any) -> str:
 def figures(*flags: object) -> dict[str, Any]:
     outcome = shell("plan", *flags, "--json")
     assert outcome.code == 0, outcome.err
-    found: dict[str, Any] = json.loads(outcome.out)
-    return found
+    reply: dict[str, Any] = json.loads(outcome.out)
+    return reply
 
 
 @pytest.fixture(scope="module")
@@ -181,17 +183,17 @@ def test_a_draft_gets_small_trees_where_rows_are_dear(fine: str, tmp_path: Path)
     draft = config_of(tmp_path / "06b", "qwen3", **sizes)
     room: dict[str, Any] = {"gpu_memory": "6GiB", "ram": "8GB", "context": 1024}
     nodes = {
-        how: estimate(LoadOptions(fine, draft, experts=how, **room), hardware="rtx4090").plan.num_nodes
-        for how in ("demand", "layers")
+        experts: estimate(LoadOptions(fine, draft, experts=experts, **room), hardware="rtx4090").plan.num_nodes
+        for experts in ("demand", "layers")
     }
     assert nodes["demand"] <= 16 < nodes["layers"]
 
 
-@pytest.mark.parametrize("how", ["demand", "layers"])
-def test_families_that_multiply_all_experts_stream_layers(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", ["demand", "layers"])
+def test_families_that_multiply_all_experts_stream_layers(experts: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "granitemoe", "num_local_experts": 32}))
-    outcome = shell("plan", "-m", tmp_path / "config.json", "--ram", "6GB", "--experts", how, "--json")
-    if how == "demand":
+    outcome = shell("plan", "-m", tmp_path / "config.json", "--ram", "6GB", "--experts", experts, "--json")
+    if experts == "demand":
         assert outcome.code == 2 and "got model type granitemoe: try --experts layers" in outcome.err
     else:
         assert outcome.code == 0 and "experts" not in json.loads(outcome.out)

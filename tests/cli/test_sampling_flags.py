@@ -33,28 +33,28 @@ def test_penalties_reach_the_sampler(looper: Path) -> None:
     arguments = [word for flag in FLAGS.values() for word in flag]
     arguments += ["--logit-bias", "40:3.5", "--logit-bias", "7:-2", "--seed", 3, "-n", 20]
     result = generate_json(looper, *arguments)
-    how = {name: value for name, (_, value) in FLAGS.items()} | {"logit_bias": {40: 3.5, 7: -2}}
+    options = {name: value for name, (_, value) in FLAGS.items()} | {"logit_bias": {40: 3.5, 7: -2}}
     with open_decoder(looper) as decoder:
-        assert decoder.generate(PROMPT, max_new_tokens=20, seed=3, **how).token_ids == result["token_ids"]
-        assert "".join(decoder.stream(PROMPT, max_new_tokens=20, seed=3, **how)) == result["text"]
-    assert result["sampling"] == {**how, "logit_bias": {"7": -2, "40": 3.5}}
+        assert decoder.generate(PROMPT, max_new_tokens=20, seed=3, **options).token_ids == result["token_ids"]
+        assert "".join(decoder.stream(PROMPT, max_new_tokens=20, seed=3, **options)) == result["text"]
+    assert result["sampling"] == {**options, "logit_bias": {"7": -2, "40": 3.5}}
 
 
 def test_logprobs_are_part_of_the_object(ender: Path) -> None:
     result = generate_json(ender, "--logprobs", 2)
-    assert [one["token"] for one in result["logprobs"]] == result["token_ids"]
-    for one in result["logprobs"]:
-        assert one["top"][0] == [one["token"], one["logprob"]] and len(one["top"]) == 2
-        assert one["top_texts"][0] == one["text"] and len(one["top_texts"]) == 2
-    whole = "".join(one["text"] for one in result["logprobs"])
+    assert [entry["token"] for entry in result["logprobs"]] == result["token_ids"]
+    for entry in result["logprobs"]:
+        assert entry["top"][0] == [entry["token"], entry["logprob"]] and len(entry["top"]) == 2
+        assert entry["top_texts"][0] == entry["text"] and len(entry["top_texts"]) == 2
+    whole = "".join(entry["text"] for entry in result["logprobs"])
     assert whole.startswith(" Hello w\u00f6rld "), "half a character is none"
     assert "logprobs" not in generate_json(ender)
 
 
 def test_a_system_prompt_is_told_first_and_needs_a_prompt(talker: Path, sound: Path, tmp_path: Path) -> None:
-    told, plain = (generate_json(talker, *flags, prompt="Say") for flags in (("--system", "Be brief."), ()))
-    assert told["text"] == plain["text"] == SAID and len(told["token_ids"]) == NUM_SAID + 1
-    assert told["num_prompt_tokens"] - plain["num_prompt_tokens"] == len("<system:Be brief.")
+    message, plain = (generate_json(talker, *flags, prompt="Say") for flags in (("--system", "Be brief."), ()))
+    assert message["text"] == plain["text"] == SAID and len(message["token_ids"]) == NUM_SAID + 1
+    assert message["num_prompt_tokens"] - plain["num_prompt_tokens"] == len("<system:Be brief.")
     (tmp_path / "text.session").write_bytes(b"x")
     outcome = generate(sound, "--session", tmp_path / "text.session", "--system", "Be.")
     assert_refused(outcome, "--system is told before a prompt, and there is none")
@@ -90,11 +90,11 @@ HOW = ("--tree", "chain:3", "--context", "64", "--temp", "0")
 
 def test_it_is_said_on_stderr_and_in_the_json() -> None:
     for flags, is_exact in (((), True), (("--lenience", "1"), True), (("--lenience", "0.2"), False)):
-        shown, told = shell(*RUN, *HOW, *flags), shell(*RUN, *HOW, *flags, "--json")
-        assert shown.code == told.code == 0, shown.err + told.err
+        shown, outcome = shell(*RUN, *HOW, *flags), shell(*RUN, *HOW, *flags, "--json")
+        assert shown.code == outcome.code == 0, shown.err + outcome.err
         lines = [line for line in shown.err.splitlines() if line.startswith("NOT EXACT: --lenience 0.2 accepts")]
-        assert len(lines) == (not is_exact) and told.err == ""
-        result = json.loads(told.out)
+        assert len(lines) == (not is_exact) and outcome.err == ""
+        result = json.loads(outcome.out)
         assert result["is_exact"] is is_exact and result.get("lenience", 1.0) == (1.0 if is_exact else 0.2)
         assert is_exact or result["is_invariant"] is False
         assert result["stats"]["alpha"]["num_positions"] > 0

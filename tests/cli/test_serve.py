@@ -37,10 +37,10 @@ def served(model: Path, *flags: object) -> Iterator[tuple[subprocess.Popen[bytes
     try:
         assert running.stderr is not None
         lines = list[str]()
-        while not (found := re.search(r"API +(http://\S+)/v1", "".join(lines))):
+        while not (match := re.search(r"API +(http://\S+)/v1", "".join(lines))):
             lines.append(running.stderr.readline().decode())
             assert lines[-1], f"it ended: {lines}"
-        yield running, found[1]
+        yield running, match[1]
     finally:
         running.kill()
         running.communicate()
@@ -114,24 +114,24 @@ def test_it_answers_from_its_first_second(looper: Path) -> None:
             path = "/" if len(answers) % 2 else "/health"
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as response:
-                    found = response.status
+                    result = response.status
             except urllib.error.HTTPError as error:
-                found = error.code
-                told = error.read()
-                assert path == "/" or json.loads(told) == {"status": "loading"}
+                result = error.code
+                output = error.read()
+                assert path == "/" or json.loads(output) == {"status": "loading"}
             except urllib.error.URLError:
                 assert not answers, "once it has answered, it is not refused"
                 assert running.poll() is None
                 time.sleep(0.02)
                 continue
-            answers.append((time.monotonic() - began_s, path, found))
+            answers.append((time.monotonic() - began_s, path, result))
             time.sleep(0.02)
         first_s, last_s = answers[0][0], answers[-1][0]
         assert answers[0][2] == 503 and first_s < last_s / 2, answers
     finally:
         running.kill()
-        _, told = running.communicate()
-    assert f"http://127.0.0.1:{port} answers 503 until the model is loaded\n" in told.decode()
+        _, output = running.communicate()
+    assert f"http://127.0.0.1:{port} answers 503 until the model is loaded\n" in output.decode()
 
 
 def test_early_answers_are_those_of_the_server_that_loads() -> None:
@@ -141,9 +141,9 @@ def test_early_answers_are_those_of_the_server_that_loads() -> None:
         host, port = early.address.removeprefix("http://").split(":")
         silent = socket.create_connection((host, int(port)))
         socket.create_connection((host, int(port))).close()
-        with pytest.raises(urllib.error.HTTPError) as told:
+        with pytest.raises(urllib.error.HTTPError) as error:
             asked(early.address, prompt="x" * 20_000)
-        assert told.value.code == refusal.status and json.load(told.value) == error_body("/v1/completions", refusal)
+        assert error.value.code == refusal.status and json.load(error.value) == error_body("/v1/completions", refusal)
         silent.close()
         bound = early.hand_over()
     assert bound.fileno() >= 0, "who has it now closes it"

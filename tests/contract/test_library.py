@@ -75,7 +75,7 @@ def test_in_which_type_a_router_is_computed(kind: str) -> None:
         tensor for name, tensor in model.state_dict().items() if name.endswith((".gate.weight", "router.weight"))
     ]
     is_kept = kind == "deepseek_v3" and INSTALLED >= (5, 24)
-    assert {one.dtype for one in routers} == {torch.float32 if is_kept else torch.bfloat16}
+    assert {tensor.dtype for tensor in routers} == {torch.float32 if is_kept else torch.bfloat16}
 
 
 # Planted libraries: each has one name less, and what says so names it.
@@ -84,8 +84,8 @@ def test_in_which_type_a_router_is_computed(kind: str) -> None:
 def with_other_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     right = transformers.LlamaModel.forward
 
-    def forward(self: Any, input_ids: Any = None, row_positions: Any = None, cache: Any = None, **more: Any) -> Any:
-        return right(self, input_ids, position_ids=row_positions, **{library.CACHE: cache}, **more)
+    def forward(self: Any, input_ids: Any = None, row_positions: Any = None, cache: Any = None, **options: Any) -> Any:
+        return right(self, input_ids, position_ids=row_positions, **{library.CACHE: cache}, **options)
 
     monkeypatch.setattr(transformers.LlamaModel, "forward", forward)
 

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("_instant_link")
 
 
 def _texts(node: ast.AST) -> list[str]:
-    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return [child.value for child in ast.walk(node) if isinstance(child, ast.Constant) and isinstance(child.value, str)]
 
 
 @cache
@@ -58,16 +58,16 @@ def sites() -> Mapping[str, set[str]]:
                 constants[ast.unparse(node.targets[0])].add(path)
     # of texts built from others
     constants["TOKENIZER_FAILED"].add(SOURCE / "engine" / "tokenizer.py")
-    found = defaultdict[str, set[str]](set)
+    results = defaultdict[str, set[str]](set)
     for path, tree in trees.items():
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         imported = {each.asname or each.name for node in imports for each in node.names}
         names = {name for name, paths in constants.items() if path in paths or name in imported}
-        _look(tree, "", names, found, str(path.relative_to(SOURCE)))
-    return found
+        _look(tree, "", names, results, str(path.relative_to(SOURCE)))
+    return results
 
 
-def _look(node: ast.AST, name: str, names: set[str], found: dict[str, set[str]], file: str) -> None:
+def _look(node: ast.AST, name: str, names: set[str], result: dict[str, set[str]], file: str) -> None:
     for child in ast.iter_child_nodes(node):
         is_doc = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
         if is_doc:
@@ -75,13 +75,13 @@ def _look(node: ast.AST, name: str, names: set[str], found: dict[str, set[str]],
         inner = f"{name}.{child.name}".strip(".") if isinstance(child, ast.FunctionDef | ast.ClassDef) else name
         if inner:
             if isinstance(child, ast.Constant) and isinstance(child.value, str) and REMEDY.search(child.value):
-                found[f"{file}:{inner}"].add(child.value)
+                result[f"{file}:{inner}"].add(child.value)
             if isinstance(child, ast.Name) and child.id in names and isinstance(child.ctx, ast.Load):
-                found[f"{file}:{inner}"].add(child.id)
+                result[f"{file}:{inner}"].add(child.id)
             is_bare = isinstance(child, ast.Call) and ast.unparse(child.func) == "must"
             if is_bare and len(child.args) == 3 and not child.keywords:  # type: ignore[attr-defined]
-                found[f"{file}:{inner}"].add("must")
-        _look(child, inner, names, found, file)
+                result[f"{file}:{inner}"].add("must")
+        _look(child, inner, names, result, file)
 
 
 class Acts(NamedTuple):
@@ -101,12 +101,12 @@ def coded(name: str, suffix: str, change: Change, **settings: Any) -> Row:
         weight = random_weight(*SHAPE)
         is_stack = name == "mxfp4"
         whole = dict(RECIPES[name].store(weight[None].mT if is_stack else weight).tensors)
-        damaged = {key: one for key, one in whole.items() if key != suffix}
+        damaged = {key: value for key, value in whole.items() if key != suffix}
         changed = change(whole[suffix])
         damaged |= {} if changed is None else {suffix: changed}
         shape = (1, *SHAPE) if is_stack else SHAPE
-        told = RECIPES[name].config
-        return Acts(lambda: expanded(damaged, {**told, **settings}, shape), lambda: expanded(whole, told, shape))
+        message = RECIPES[name].config
+        return Acts(lambda: expanded(damaged, {**message, **settings}, shape), lambda: expanded(whole, message, shape))
 
     return make
 
@@ -158,8 +158,8 @@ def reciter(act: Callable[[Path, int], object], least: int, most: int) -> Row:
     return make
 
 
-def _opened(model: Path, context: int, **how: Any) -> Any:
-    return offload.load(model, ram="1GiB", context=context, threads=1, dtype="float32", **how)
+def _opened(model: Path, context: int, **options: Any) -> Any:
+    return offload.load(model, ram="1GiB", context=context, threads=1, dtype="float32", **options)
 
 
 def chat(model: Path, context: int) -> object:
@@ -201,13 +201,13 @@ def harness(context: int) -> object:
     from offload.integrations.lm_eval import OffloadLM
 
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "</s>")
-    own = SimpleNamespace(max_length=context, max_gen_toks=20, tokenizer=tokenizer, eot_token_id=0, _seed=0)
-    own.decoder = SimpleNamespace(end_ids=frozenset())
-    own.tok_encode = lambda _: [5]
-    return OffloadLM._request(own, "x", {"until": []}, repetition=0)  # type: ignore[arg-type]
+    holder = SimpleNamespace(max_length=context, max_gen_toks=20, tokenizer=tokenizer, eot_token_id=0, _seed=0)
+    holder.decoder = SimpleNamespace(end_ids=frozenset())
+    holder.tok_encode = lambda _: [5]
+    return OffloadLM._request(holder, "x", {"until": []}, repetition=0)  # type: ignore[arg-type]
 
 
-def budget(**how: Any) -> Row:
+def budget(**options: Any) -> Row:
     """Too little memory; the line tells how much is enough."""
 
     def make(place: Path) -> Acts:
@@ -216,15 +216,15 @@ def budget(**how: Any) -> Row:
 
         def fails() -> None:
             try:
-                plan_memory(files, dtype="auto", context=16, num_nodes=1, **how)
+                plan_memory(files, dtype="auto", context=16, num_nodes=1, **options)
             except UserError as error:
-                told = re.search(r"raise `(\w+)` to (\w+)", str(error))
-                assert told is not None, error
-                needed[f"{told[1].removesuffix('_memory')}"] = told[2]
+                message = re.search(r"raise `(\w+)` to (\w+)", str(error))
+                assert message is not None, error
+                needed[f"{message[1].removesuffix('_memory')}"] = message[2]
                 raise
 
         def works() -> None:
-            plan_memory(files, dtype="auto", context=16, num_nodes=1, **{**how, **needed})
+            plan_memory(files, dtype="auto", context=16, num_nodes=1, **{**options, **needed})
 
         return Acts(fails, works)
 
@@ -262,16 +262,18 @@ ROWS: dict[str, Row] = {
     "encoding/bitsandbytes.py:_unnested": coded("nf4-nested", _STATE, _NESTED_EMPTY),
     "encoding/bitsandbytes.py:_recognise_4_bits": coded("nf4", ".weight.absmax", shorter),
     "encoding/floats.py:exponents": coded("mxfp4", "_scales", holding(255)),
-    "encoding/floats.py:_recognise_float8": coded("fp8-block", ".weight_scale_inv", lambda one: one.T),
-    "encoding/floats.py:_block": coded("fp8-block", ".weight_scale_inv", lambda one: one, weight_block_size=[0, 128]),
-    "encoding/floats.py:_recognise_mxfp4_stack": coded("mxfp4", "_blocks", lambda one: one[..., :8]),
-    "encoding/floats.py:_recognise_mxfp4": coded("mx-fp4", ".weight_packed", lambda one: one[:, :-1]),
+    "encoding/floats.py:_recognise_float8": coded("fp8-block", ".weight_scale_inv", lambda tensor: tensor.T),
+    "encoding/floats.py:_block": coded(
+        "fp8-block", ".weight_scale_inv", lambda tensor: tensor, weight_block_size=[0, 128]
+    ),
+    "encoding/floats.py:_recognise_mxfp4_stack": coded("mxfp4", "_blocks", lambda tensor: tensor[..., :8]),
+    "encoding/floats.py:_recognise_mxfp4": coded("mx-fp4", ".weight_packed", lambda tensor: tensor[:, :-1]),
     "encoding/floats.py:Nvfp4.prepare": coded("nvfp4", ".weight_global_scale", holding(1e-38)),
-    "encoding/gptq.py:_recognise_gptq": coded("gptq", ".qzeros", lambda one: one[:, :9]),
-    "encoding/integers.py:matrix_shape": coded("ct-w4", ".weight_packed", lambda one: one.flatten()),
+    "encoding/gptq.py:_recognise_gptq": coded("gptq", ".qzeros", lambda tensor: tensor[:, :9]),
+    "encoding/integers.py:matrix_shape": coded("ct-w4", ".weight_packed", lambda tensor: tensor.flatten()),
     "encoding/integers.py:group_size": lambda _: _groups(),
     "encoding/integers.py:checked_order": coded("gptq-order", ".g_idx", holding(-1)),
-    "encoding/mlx.py:_recognise": coded("mlx-4", ".scales", lambda one: one[:, :-1]),
+    "encoding/mlx.py:_recognise": coded("mlx-4", ".scales", lambda tensor: tensor[:, :-1]),
     "encoding/torchao.py:_recognise": coded("torchao", "._weight_scale", shorter),
     "engine/chat.py:Chat._begin": reciter(chat, 16, 64),
     "engine/conversation.py:encode_prompt": lambda place: _failing_tokenizer(place, "encode"),
@@ -375,8 +377,8 @@ def _ranks(place: Path) -> Acts:
 
         files = ModelFiles(checkpoint, checkpoint)
         setup = SimpleNamespace(files=files, budget=MemoryBudget(ram_bytes=ram_bytes), dtype="auto")
-        own: Any = SimpleNamespace(setup=setup, drafts=True, stage=None, context=64, num_uncommitted=64)
-        return PipelineRank._try_least(own, None)
+        decoder: Any = SimpleNamespace(setup=setup, drafts=True, stage=None, context=64, num_uncommitted=64)
+        return PipelineRank._try_least(decoder, None)
 
     return Acts(lambda: run(1 << 20), lambda: run(1 << 30))
 
@@ -401,7 +403,7 @@ def test_the_remedy_is_true(site: str, tmp_path: Path) -> None:
         fails()
     assert REMEDY.search(str(caught.value)), caught.value
     file, _, function = site.partition(":")
-    frames = [(one.f_code.co_filename, one.f_code.co_qualname) for one, _ in traceback.walk_tb(caught.tb)]
+    frames = [(frame.f_code.co_filename, frame.f_code.co_qualname) for frame, _ in traceback.walk_tb(caught.tb)]
     named = [name.replace(".<locals>", "") for path, name in frames if path == str(SOURCE / file)]
     assert function in named or function.rpartition(".")[2] in ("damaged", "refusal"), named
     works()

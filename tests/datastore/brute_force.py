@@ -22,10 +22,10 @@ def longest(documents: Documents, context: Sequence[int], most: int, least: int,
     for size in range(min(most, len(context)), least - 1, -1):
         end = tuple(context[len(context) - size :])
         rows = [
-            tuple(one[at : at + length])
-            for one in map(tuple, documents)
-            for at in range(size, len(one))
-            if one[at - size : at] == end
+            tuple(document[at : at + length])
+            for document in map(tuple, documents)
+            for at in range(size, len(document))
+            if document[at - size : at] == end
         ]
         if rows:
             return Found(size, sorted(rows))

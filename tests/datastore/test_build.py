@@ -28,9 +28,9 @@ def assert_same(index: SuffixIndex, texts: list[str]) -> None:
     wanted = SuffixIndex.in_memory([list(text.encode()) for text in texts], 256)
     assert index.num_tokens == wanted.num_tokens
     for end in ("the cat", "on the", "mat", "a", "z", "the king"):
-        found, expected = (one.longest(end.encode()) for one in (index, wanted))
-        assert (found.length, found.count) == (expected.length, expected.count)
-        assert rows_of(index.continuations(found)) == rows_of(wanted.continuations(expected))
+        result, expected = (store.longest(end.encode()) for store in (index, wanted))
+        assert (result.length, result.count) == (expected.length, expected.count)
+        assert rows_of(index.continuations(result)) == rows_of(wanted.continuations(expected))
 
 
 @pytest.mark.parametrize(("room", "num_chunks"), [(1 << 20, 1), (60, 2), (26, 4)])

@@ -50,9 +50,9 @@ def test_the_vocabulary_tells_tokenizers_apart(store: Path) -> None:
     open_datastore(store, dict(reversed(VOCABULARY.items())))
     with pytest.raises(UserError) as caught:
         open_datastore(store, {"a": 0, "b": 1})
-    own, other = vocabulary_sha256(VOCABULARY)[:12], known[:12]
+    ours, other = vocabulary_sha256(VOCABULARY)[:12], known[:12]
     assert str(caught.value) == (
-        f"a store must have the model's tokenizer, {store} was built with that of bytes (256 ids, sha256 {own}) "
+        f"a store must have the model's tokenizer, {store} was built with that of bytes (256 ids, sha256 {ours}) "
         f"against 2 ids, {other}: build one with offload datastore build --tokenizer MODEL"
     )
 
@@ -121,9 +121,9 @@ def test_an_edited_manifest_is_refused(change: Callable[[dict[str, Any]], object
 
 @pytest.mark.parametrize("name", ["chunk-00000.tokens", "chunk-00001.positions"])
 def test_verify_reads_every_byte_and_finds_a_flipped_bit(name: str, store: Path) -> None:
-    found, heard = read_store(store), list[tuple[int, int]]()
-    verify(found, lambda *pair: heard.append(pair))
-    assert heard[-1] == (found.num_bytes, found.num_bytes) and heard == sorted(heard)
+    result, heard = read_store(store), list[tuple[int, int]]()
+    verify(result, lambda *pair: heard.append(pair))
+    assert heard[-1] == (result.num_bytes, result.num_bytes) and heard == sorted(heard)
     raw = bytearray((store / name).read_bytes())
     raw[len(raw) // 2] ^= 1
     (store / name).write_bytes(raw)

@@ -33,16 +33,16 @@ def letters(vocab_size: int) -> np.ndarray:
 def compare(seed: int, vocab_size: int) -> None:
     rng = np.random.default_rng(seed)
     named = letters(vocab_size)
-    documents = [named[one].tolist() for one in random_documents(rng, 4)]
+    documents = [named[document].tolist() for document in random_documents(rng, 4)]
     index = index_of(documents, vocab_size, sorted(rng.integers(len(documents) + 1, size=rng.integers(3)).tolist()))
     assert index.num_tokens == sum(map(len, documents))
     for _ in range(8):
         context = named[rng.integers(4, size=rng.integers(8))].tolist()
         most, least, length = (int(rng.integers(*bounds)) for bounds in ((1, 7), (0, 4), (1, 5)))
         wanted = brute_force.longest(documents, context, most, least, length)
-        found = index.longest(context, most, least)
-        assert (found.length, found.count) == (wanted.length, len(wanted.continuations))
-        assert rows_of(index.continuations(found, length)) == wanted.continuations
+        result = index.longest(context, most, least)
+        assert (result.length, result.count) == (wanted.length, len(wanted.continuations))
+        assert rows_of(index.continuations(result, length)) == wanted.continuations
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)
@@ -53,13 +53,13 @@ def test_finds_what_looking_everywhere_finds(vocab_size: int) -> None:
 
 def test_edges() -> None:
     index = SuffixIndex.in_memory([[1, 2, 3, 1, 2, 9, 3, 1, 2]], 10)
-    found = index.longest([1, 2, 3, 1, 2, 9, 3, 1, 2])
+    result = index.longest([1, 2, 3, 1, 2, 9, 3, 1, 2])
     # The end of a text is always found in the text itself, and nothing follows there: an earlier place counts.
-    assert found.length == 3 and rows_of(index.continuations(found)) == [(9, 3, 1, 2)]
+    assert result.length == 3 and rows_of(index.continuations(result)) == [(9, 3, 1, 2)]
     assert index.longest([4, 5]).count == 0 and index.longest([4, 2], least=1).count == 2, "and once it is the end"
     index = SuffixIndex.in_memory([[1, 2, 2], [3], [2]], 10)
-    for found in (index.longest([], least=0), index.longest([7], least=0), index.longest([1, 2, 3], most=0, least=0)):
-        assert Counter(index.continuations(found, 1)[:, 0].tolist()) == Counter([1, 2, 2, 3, 2]), "every token once"
+    for result in (index.longest([], least=0), index.longest([7], least=0), index.longest([1, 2, 3], most=0, least=0)):
+        assert Counter(index.continuations(result, 1)[:, 0].tolist()) == Counter([1, 2, 2, 3, 2]), "every token once"
     index = SuffixIndex.in_memory([[1, 2, 3, 1, 2, 4]], 5)
     assert index.longest([2]) == index.longest([]) == (0, ()), "shorter than the least"
     assert index.longest([1, 2, 99]) == index.longest([1, 2, -1]) == index.longest([2**40]) == (0, ())
@@ -87,9 +87,9 @@ def spread() -> SuffixIndex:
 
 def p_value(index: SuffixIndex) -> float:
     """Return the p-value of all places being drawn equally often, when seven of them are drawn each time."""
-    found, drawn = index.longest([0, 1]), Counter[int]()
+    result, drawn = index.longest([0, 1]), Counter[int]()
     for seed in range(400):
-        rows_MC = index.continuations(found, 1, most=7, seed=seed)
+        rows_MC = index.continuations(result, 1, most=7, seed=seed)
         assert len({*rows_MC[:, 0].tolist()}) == 7, "no place twice"
         drawn.update(rows_MC[:, 0].tolist())
     return float(chisquare([drawn[2 + number] for number in range(40)]).pvalue)
@@ -98,10 +98,10 @@ def p_value(index: SuffixIndex) -> float:
 def test_matches_are_drawn_without_bias_and_the_same_seed_draws_the_same() -> None:
     assert p_value(spread()) > 1e-3
     index = spread()
-    found = index.longest([0, 1])
-    draws = [index.continuations(found, 2, most=7, seed=seed) for seed in (3, 3, 4)]
+    result = index.longest([0, 1])
+    draws = [index.continuations(result, 2, most=7, seed=seed) for seed in (3, 3, 4)]
     assert np.array_equal(draws[0], draws[1]) and not np.array_equal(draws[0], draws[2])
-    assert len(index.continuations(found, 2, most=40)) == 40
+    assert len(index.continuations(result, 2, most=40)) == 40
 
 
 def first_ones(matches: suffix_index.Matches, most: int, seed: int) -> np.ndarray:
@@ -129,9 +129,9 @@ def test_files_of_strangers_are_read_within_their_bounds() -> None:
         position_M = rng.integers(-(2**31), 2**31, size=9).astype(np.int32)
         position_M[rng.random(9) < 0.7] %= len(tokens_B)
         index = SuffixIndex([CorpusChunk(tokens_B.tobytes(), tokens_B, position_M)], 3)
-        found = index.longest(rng.integers(3, size=5).tolist(), least=int(rng.integers(3)))
-        rows_MC = index.continuations(found)
-        assert len(rows_MC) == found.count and rows_MC.min(initial=0) >= -1 and rows_MC.max(initial=0) < 3
+        result = index.longest(rng.integers(3, size=5).tolist(), least=int(rng.integers(3)))
+        rows_MC = index.continuations(result)
+        assert len(rows_MC) == result.count and rows_MC.min(initial=0) >= -1 and rows_MC.max(initial=0) < 3
 
 
 def random_rows(rng: np.random.Generator) -> np.ndarray:
@@ -157,4 +157,4 @@ def test_nodes_are_those_that_counting_gives(num_nodes: int) -> None:
         assert paths_of(trie) == brute_force.heaviest(cut(rows_MC), num_nodes)
         assert trie.num_continuations == len(rows_MC)
         shuffled = heaviest(rng.permutation(rows_MC), num_nodes)
-        assert all(np.array_equal(one, other) for one, other in zip(trie, shuffled, strict=True))
+        assert all(np.array_equal(left, other) for left, other in zip(trie, shuffled, strict=True))

@@ -91,8 +91,8 @@ class World:
         take = self._services.get(way, self.boxes[way].append)
         self.at(self._last_s[way], lambda: take(order))
 
-    def at(self, time_s: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (time_s, next(self._count), what))
+    def at(self, time_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (time_s, next(self._count), act))
 
     def some(self, mean_s: float) -> float:
         return self.random.uniform(0, 2 * mean_s) if self.speeds.is_random else mean_s
@@ -129,8 +129,8 @@ class World:
 
     def step(self) -> None:
         assert self._heap, "every process waits"
-        self.now_s, _, what = heapq.heappop(self._heap)
-        what()
+        self.now_s, _, act = heapq.heappop(self._heap)
+        act()
 
     def run_out(self) -> None:
         """Everything that is on its way happens."""
@@ -241,10 +241,10 @@ class _Stage:
 
     def _draw(self, row: _Row) -> int:
         path = self.committed + [self.rows[seen] for seen in row.sees]
-        if not all(one.is_computed for one in path):
+        if not all(node.is_computed for node in path):
             return self.world.random.randrange(-1, VOCABULARY)  # it may not be looked at
-        assert [one.position for one in path] == list(range(len(path))), "a row sees something else than its path"
-        return target([one.token for one in path])
+        assert [node.position for node in path] == list(range(len(path))), "a row sees something else than its path"
+        return target([node.token for node in path])
 
     def _commit(self, order: Commit) -> None:
         path_rows, kept_rows = order.path, order.kept
@@ -312,18 +312,18 @@ class _Draft:
 
     def _answer(self, num_nodes: int, least_f: float, least_p: float) -> None:
         self.num_answers += 1
-        told, self._news = self._news, []
+        message, self._news = self._news, []
         heap = [(-self._root.f, self._root.number, self._root, -1)]
         num_found = 0
         while heap and num_found < num_nodes:
             _, _, node, parent = heapq.heappop(heap)
             if not node.is_announced:
                 node.is_announced, num_found = True, num_found + 1
-                told.append((node, parent))
+                message.append((node, parent))
             worth = [child for child in self._children(node) if child.f >= least_f and child.p >= least_p]
             for child in worth:
                 heapq.heappush(heap, (-child.f, child.number, child, node.number))
-        nodes = [DraftNodeUpdate(node.number, parent, node.path[-1], node.p) for node, parent in told]
+        nodes = [DraftNodeUpdate(node.number, parent, node.path[-1], node.p) for node, parent in message]
         self.world.post((self.rank, 0, Channel.RESULT), Guessed(nodes))
 
     def _children(self, node: _Guess) -> list[_Guess]:
@@ -364,6 +364,6 @@ def written(world: World, prompt: Sequence[int], end: int) -> list[int]:
     """The text that the head writes, to its end."""
     world.head.begin(prompt, Sampling(), end)
     tokens = list[int]()
-    while more := world.head.advance():
-        tokens += more
+    while extra := world.head.advance():
+        tokens += extra
     return tokens

@@ -34,15 +34,15 @@ CARDS = (*FLAGS, "--device", "cpu,cpu")
 
 def children(parent: int) -> list[int]:
     """Processes that this one has started and that have not ended."""
-    found = []
+    results = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, of = status.read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
         if int(of) == parent and state != "Z":
-            found.append(int(status.parent.name))
-    return found
+            results.append(int(status.parent.name))
+    return results
 
 
 def ended(pids: list[int]) -> bool:
@@ -61,10 +61,10 @@ def wanted() -> list[int]:
         return decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
 
 
-@matrix("more", [{}, {"ranks": "stages:0-1"}, {"ranks": "stages:0-1", "pipeline": "sync"}, {"parallel": 2}], daily=1)
-def test_python_has_a_decoder_over_all_cards(wanted: list[int], more: dict[str, Any]) -> None:
+@matrix("extra", [{}, {"ranks": "stages:0-1"}, {"ranks": "stages:0-1", "pipeline": "sync"}, {"parallel": 2}], daily=1)
+def test_python_has_a_decoder_over_all_cards(wanted: list[int], extra: dict[str, Any]) -> None:
     before, environment = children(os.getpid()), dict(os.environ)
-    with offload.load(TARGET, DRAFT, device="cpu,cpu", **HOW, **more) as decoder:
+    with offload.load(TARGET, DRAFT, device="cpu,cpu", **HOW, **extra) as decoder:
         (card,) = set(children(os.getpid())) - {*before}
         assert decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
         assert decoder.plan.ram_bytes == 2**29, "the cards of a machine share its memory"
@@ -84,17 +84,17 @@ def test_a_process_that_is_killed_is_told_of() -> None:
     assert {*children(os.getpid())} == {*before}
 
 
-@matrix("how", ["os.kill(os.getpid(), 9)", "raise UserError('`ram` 1 is too small here')", "1 / 0"], daily=1)
-def test_a_process_that_ends_before_ranks_have_met_is_told_of(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@matrix("ending", ["os.kill(os.getpid(), 9)", "raise UserError('`ram` 1 is too small here')", "1 / 0"], daily=1)
+def test_a_process_that_ends_before_ranks_have_met_is_told_of(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os; from offload.errors import UserError; from offload.distributed import cards; "
     program += (
         "import offload.engine.load as load\ndef fail(*_, **__): {how}\nload.open_decoder = fail; cards.serve_card()"
     )
     monkeypatch.setattr(
-        "offload.distributed.cards._PROGRAM", "import sys; sys.path[:] = {!r}; " + program.replace("{how}", how)
+        "offload.distributed.cards._PROGRAM", "import sys; sys.path[:] = {!r}; " + program.replace("{how}", ending)
     )
     words = {"o": "rank 1 was killed", "r": "rank 1: `ram` 1 is too small here", "1": "rank 1: division by zero"}[
-        how[0]
+        ending[0]
     ]
     began_s = time.monotonic()
     with pytest.raises((RankError, UserError), match=words):
@@ -144,12 +144,12 @@ def _ids(out: str) -> list[object]:
 def test_a_plan_shows_every_card(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of an assumed machine, and those that are here; together they have all of it."""
     options = LoadOptions(TARGET, DRAFT, device="cuda:0,1", ram="64GiB", ranks=ranks)
-    found = plan_cards(options, Assumptions.from_flags("rtx3090", None))
-    assert [card.machine.name for card in found.cards] == ["cuda:0", "cuda:1"] and found.pass_s == 0
-    assert {card.machine.ram_bytes for card in found.cards} == {32 << 30}
-    assert sum(card.share for card in found.cards) == pytest.approx(1, abs=0.01)
-    assert found.cards[0].plan.draft_bytes and not found.cards[1].plan.draft_bytes
-    assert "cuda:1 " in cards_lines(found) and "All of it stays" in cards_lines(found)
+    result = plan_cards(options, Assumptions.from_flags("rtx3090", None))
+    assert [card.machine.name for card in result.cards] == ["cuda:0", "cuda:1"] and result.pass_s == 0
+    assert {card.machine.ram_bytes for card in result.cards} == {32 << 30}
+    assert sum(card.share for card in result.cards) == pytest.approx(1, abs=0.01)
+    assert result.cards[0].plan.draft_bytes and not result.cards[1].plan.draft_bytes
+    assert "cuda:1 " in cards_lines(result) and "All of it stays" in cards_lines(result)
     monkeypatch.setattr(
         "offload.planning.budget.available_gpu_bytes", {"cuda:0": 2 << 30, "cuda:2": 4 << 30}.__getitem__
     )
@@ -165,14 +165,14 @@ def test_a_plan_counts_what_cards_stream(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3-70B"]))
     where = Assumptions.from_flags("rtx3090", None)
     for ranks in ("shards", "stages:0-1"):
-        found = plan_cards(LoadOptions(tmp_path / "config.json", device="cuda:0,1", ram="128GiB", ranks=ranks), where)
-        whole_bytes = sum(sum(card.plan.layer_bytes) for card in found.cards)
-        streamed_bytes = [card.plan.streamed_bytes for card in found.cards]
+        result = plan_cards(LoadOptions(tmp_path / "config.json", device="cuda:0,1", ram="128GiB", ranks=ranks), where)
+        whole_bytes = sum(sum(card.plan.layer_bytes) for card in result.cards)
+        streamed_bytes = [card.plan.streamed_bytes for card in result.cards]
         assert whole_bytes == pytest.approx(80 * 1_711_308_800, rel=1e-3)
         assert 80e9 < sum(streamed_bytes) < 110e9
         turns = max if ranks == "shards" else sum
-        assert found.pass_s == pytest.approx(turns(streamed_bytes) / 25e9)
-        assert f"takes at least {found.pass_s:.2g} seconds" in cards_lines(found)
+        assert result.pass_s == pytest.approx(turns(streamed_bytes) / 25e9)
+        assert f"takes at least {result.pass_s:.2g} seconds" in cards_lines(result)
     with pytest.raises(UserError, match="a tune is of one process"):
         tune(LoadOptions(TARGET, DRAFT, device="cpu,cpu"), [], Sampling())
 

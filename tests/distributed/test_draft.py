@@ -63,37 +63,37 @@ class Listener:
     def __init__(self) -> None:
         self.path_of: dict[int, tuple[int, ...]] = {0: ()}
 
-    def hear(self, told: Sequence[DraftNodeUpdate]) -> list[tuple[int, ...]]:
-        for node in told:
+    def hear(self, words: Sequence[DraftNodeUpdate]) -> list[tuple[int, ...]]:
+        for node in words:
             assert node.number not in self.path_of and node.parent in self.path_of
             self.path_of[node.number] = (*self.path_of[node.parent], node.token)
-        return [self.path_of[node.number] for node in told]
+        return [self.path_of[node.number] for node in words]
 
 
 def all_paths(tokens: Sequence[int], sampling: Sampling = WARM) -> Paths:
     """By the definition: log f of every path below the last token that is not hopeless, best first."""
-    sampler, found, ends = Sampler(sampling, NUM_TOKENS), Paths(), [((), 0.0)]
+    sampler, mapping, ends = Sampler(sampling, NUM_TOKENS), Paths(), [((), 0.0)]
     while ends:
         path, log_f = ends.pop()
         logits_1V = BigramModel().logits_VV[[tokens[-1], *path][-1]][None]
         score_V = sampler.perturbed(logits_1V, len(tokens) + len(path))[0].double()
         for token, log_p in enumerate((Fixed.exponent * score_V).log_softmax(0).tolist()):
             if log_f + log_p > LEAST:
-                found[*path, token] = log_f + log_p
+                mapping[*path, token] = log_f + log_p
                 ends.append(((*path, token), log_f + log_p))
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return dict(sorted(mapping.items(), key=lambda item: -item[1]))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_the_best_paths_are_told_best_first(sampling: Sampling) -> None:
     tree, head, wanted = tree_over(BigramModel(), [4, 0], sampling), Listener(), all_paths([4, 0], sampling)
-    told = [node for _ in range(6) for node in tell(tree, 5)]
-    paths = head.hear(told)
+    messages = [node for _ in range(6) for node in tell(tree, 5)]
+    paths = head.hear(messages)
     assert len({*paths}) == 30 < len(wanted)
     log_f = torch.tensor([wanted[path] for path in paths])
     assert torch.allclose(log_f, torch.tensor(list(wanted.values())[:30]), atol=1e-4)
     p_of = {path: math.exp(wanted[path] - wanted.get(path[:-1], 0.0)) for path in wanted}
-    assert [node.p for node in told] == pytest.approx([p_of[path] for path in paths], abs=1e-4)
+    assert [node.p for node in messages] == pytest.approx([p_of[path] for path in paths], abs=1e-4)
 
 
 def test_cut_offs_hold_for_whole_paths() -> None:
@@ -227,7 +227,7 @@ def test_it_runs_ahead_while_nobody_asks_but_not_for_ever() -> None:
             time.sleep(0.3)
         assert tree.num_rows <= 20
         may_run, forward = threading.Event(), model.forward
-        model.forward = lambda *rows, **more: may_run.wait() and forward(*rows, **more)  # type: ignore[method-assign]
+        model.forward = lambda *rows, **options: may_run.wait() and forward(*rows, **options)  # type: ignore[method-assign]
         grow(transport, 5)
         assert len(answer(transport)) == 5, "they were there already"
         may_run.set()

@@ -77,7 +77,7 @@ def _run(number, rank):
 
 
 @matrix(
-    "how, line",
+    "ending, line",
     [
         ("kill", "rank 2 is gone (connection closed)"),
         ("raise", "rank 2 ended: the disk is broken"),
@@ -89,28 +89,28 @@ def _run(number, rank):
     ],
     daily=3,
 )
-def test_the_others_learn_within_seconds_why_a_rank_has_failed(how, line):
-    ranks = Ranks(3, _fail, how)
+def test_the_others_learn_within_seconds_why_a_rank_has_failed(ending, line):
+    ranks = Ranks(3, _fail, ending)
     reports = ranks.reports()
     for rank in (0, 1):
-        [(told, is_refusal, waited_s)] = reports[rank]
-        assert told.startswith(line) and is_refusal == (how == "refuse")
+        [(text, is_refusal, waited_s)] = reports[rank]
+        assert text.startswith(line) and is_refusal == (ending == "refuse")
         assert waited_s < 20
-    assert (ranks.by_rank[2].returncode == -signal.SIGKILL) == (how == "kill")
+    assert (ranks.by_rank[2].returncode == -signal.SIGKILL) == (ending == "kill")
 
 
-def _fail(place, report, how):
+def _fail(place, report, ending):
     """Rank 2 fails while rank 1 waits for an order of rank 0, which waits in an exchange, or for rank 2's lie."""
     try:
         with joined(place, SAME, "same", [], limit_s=30) as ranks:
             ranks.transport.broadcast(torch.zeros(1))
             began_s = time.monotonic()
             if place.rank == 2:
-                _come_to_an_end(ranks.transport, how)
-            elif how in ("lie", "babble"):
+                _come_to_an_end(ranks.transport, ending)
+            elif ending in ("lie", "babble"):
                 ranks.transport.receive(2, Channel.RESULT)
             elif place.rank == 1:
-                ranks.transport.receive(2 if how in ("leave", "exit") else 0, Channel.DATA)
+                ranks.transport.receive(2 if ending in ("leave", "exit") else 0, Channel.DATA)
             else:
                 ranks.transport.gather(torch.zeros(1, 1), [1, 1, 1])
     except (RankError, UserError, OSError) as error:
@@ -118,21 +118,21 @@ def _fail(place, report, how):
             report((str(error), getattr(error, "is_refusal", None), time.monotonic() - began_s))
 
 
-def _come_to_an_end(transport, how):
+def _come_to_an_end(transport, ending):
     time.sleep(0.2)  # the others wait by now
-    if how == "kill":
+    if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "raise":
+    if ending == "raise":
         raise OSError("the disk is broken")
-    if how == "refuse":
+    if ending == "refuse":
         raise UserError("`ram` is too small")
-    if how == "exit":
+    if ending == "exit":
         raise SystemExit(0)
     content = torch.frombuffer(bytearray(msgpack.encode(["Commit", [-1]])), dtype=torch.uint8)
     lies = {"lie": [_size(MAX_BYTES + 1)], "babble": [_size(len(content)), content]}
-    if how in lies:
+    if ending in lies:
         for to in (0, 1):
-            transport._send(to, Channel.RESULT, lies[how])
+            transport._send(to, Channel.RESULT, lies[ending])
         time.sleep(1)
 
 
@@ -145,11 +145,11 @@ def test_a_rank_that_stops_delays_and_one_that_stays_away_ends_it():
         os.kill(ranks.by_rank[1].pid, signal.SIGSTOP)
         wake = threading.Timer(silent_s, os.kill, (ranks.by_rank[1].pid, signal.SIGCONT))
         wake.start()
-        rank, (what, waited_s) = ranks.next_report()
+        rank, (reason, waited_s) = ranks.next_report()
         if silent_s < 2:
-            assert (rank, what) == (0, "delayed") and 0.7 < waited_s < 5
+            assert (rank, reason) == (0, "delayed") and 0.7 < waited_s < 5
         else:
-            assert (rank, what) == (0, "rank 1 has been silent for 5 s") and 4.3 < waited_s < 25
+            assert (rank, reason) == (0, "rank 1 has been silent for 5 s") and 4.3 < waited_s < 25
         wake.cancel()
     ranks.kill(1, 0)
 
@@ -176,8 +176,8 @@ def test_a_rank_whose_work_stands_still_ends_all_with_a_line(rank):
     """The others tell it where it is rank 0, which what hangs there may keep from that."""
     reports = Ranks(2, _stand_still, rank).reports()
     line = "nothing was computed for 3 s: look at its disk and device"
-    (told, waited_s, is_silent), (own, *_) = reports[1 - rank][0], reports[rank][0]
-    assert (told, own) == (f"rank {rank} ended: {line}", f"rank {rank}: {line}") and 4.5 < waited_s < 25
+    (message, waited_s, is_silent), (own_report, *_) = reports[1 - rank][0], reports[rank][0]
+    assert (message, own_report) == (f"rank {rank} ended: {line}", f"rank {rank}: {line}") and 4.5 < waited_s < 25
     assert is_silent == (rank == 0)
 
 

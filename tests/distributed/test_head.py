@@ -30,7 +30,7 @@ FOUR = Roles(5, (0, 1, 2, 3), 4)
 
 
 def sent(world: World, *kinds: type[Order]) -> list[tuple[int, Channel, Order]]:
-    return [one for one in world.sent if isinstance(one[2], kinds)]
+    return [order for order in world.sent if isinstance(order[2], kinds)]
 
 
 def test_a_text_is_told_as_the_messages_say() -> None:
@@ -114,14 +114,14 @@ def test_a_guess_that_is_not_worth_its_time_is_not_run() -> None:
 def rate(text: str, accuracy: float = 0.8) -> tuple[float, float]:
     """(tokens a second after the first ones, seconds to these) of two texts, steady times: a stage takes 3 s and half
     a second a row, a hop 1 s."""
-    found = []
+    results = []
     for seed in range(2):
         world = simulated(parse_pipeline(text), seed, roles=FOUR, speeds=STEADY, accuracy=accuracy, capacity=100)
         assert written(world, [seed, 2, 5], 70) == own_text([seed, 2, 5], 70)
         begun, *later = [event for event in world.events if event.kind in ("begun", "emitted")]
         num, span_s = sum(event.num for event in later[1:]), later[-1].time_s - later[0].time_s
-        found.append((num / span_s, later[0].time_s - begun.time_s))
-    tokens_per_s, first_token_s = (mean(column) for column in zip(*found, strict=True))
+        results.append((num / span_s, later[0].time_s - begun.time_s))
+    tokens_per_s, first_token_s = (mean(column) for column in zip(*results, strict=True))
     return tokens_per_s, first_token_s
 
 
@@ -134,7 +134,7 @@ def test_asynchronous_speculation_is_the_fastest_and_each_of_its_parts_pays() ->
 
 
 @pytest.mark.parametrize(
-    ("source", "answer", "what"),
+    ("source", "answer", "reason"),
     [
         (3, Stop(), "rank 3 has sent Stop"),
         (3, Drawn(0, False, [1]), "rank 3 has sent Drawn"),
@@ -143,11 +143,11 @@ def test_asynchronous_speculation_is_the_fastest_and_each_of_its_parts_pays() ->
         (2, Drawn(0, True, []), "rank 2: run 0 came back with 0 draws of 1, and is needed"),
     ],
 )
-def test_an_answer_that_cannot_be_ends_the_text_with_its_reason(source: int, answer: Order, what: str) -> None:
+def test_an_answer_that_cannot_be_ends_the_text_with_its_reason(source: int, answer: Order, reason: str) -> None:
     world = simulated(parse_pipeline("async"), 7)
     world.head.begin([1], Sampling(), 60)
     world.post((source, 0, Channel.RESULT), answer)
-    with pytest.raises(RankError, match=what):
+    with pytest.raises(RankError, match=reason):
         while world.head.advance():
             pass
 

@@ -86,29 +86,29 @@ def _join_unlike(place: RankInfo, report) -> None:
     report((str(refused.value), TOLD in refused.value.__notes__))
 
 
-@pytest.mark.parametrize("what", ["offload", "torch", "protocol", "options", *PARTS])
-def test_each_difference_is_named_with_both_values(what: str) -> None:
+@pytest.mark.parametrize("field", ["offload", "torch", "protocol", "options", *PARTS])
+def test_each_difference_is_named_with_both_values(field: str) -> None:
     first = RankHandshake.of_this(model("abc"), "--ranks shards", [])
-    other = structs.replace(first, must_agree={**first.must_agree, what: "another"})
+    other = structs.replace(first, must_agree={**first.must_agree, field: "another"})
     compare([first, first])
     with pytest.raises(
         UserError, match="same options, got '--ranks shards' on rank 0 and '--ranks stages:0,1' on rank 1"
     ):
         compare([first, RankHandshake.of_this(model("abc"), "--ranks stages:0,1", [])])
-    with pytest.raises(UserError, match=f"same {what}, got '.*' on rank 0 and 'another' on rank 2: "):
+    with pytest.raises(UserError, match=f"same {field}, got '.*' on rank 0 and 'another' on rank 2: "):
         compare([first, first, other])
-    less = structs.replace(first, must_agree={key: value for key, value in first.must_agree.items() if key != what})
-    with pytest.raises(UserError, match=f"same {what}, got .* and 'none' on rank 1"):
+    less = structs.replace(first, must_agree={key: value for key, value in first.must_agree.items() if key != field})
+    with pytest.raises(UserError, match=f"same {field}, got .* and 'none' on rank 1"):
         compare([first, less])
-    longer = [structs.replace(first, must_agree={**first.must_agree, what: 90 * "a" + end}) for end in ("b", "c")]
-    with pytest.raises(UserError, match=f"same {what}, got 'a*b' on rank 0 and 'a*c' on rank 1"):
+    longer = [structs.replace(first, must_agree={**first.must_agree, field: 90 * "a" + end}) for end in ("b", "c")]
+    with pytest.raises(UserError, match=f"same {field}, got 'a*b' on rank 0 and 'a*c' on rank 1"):
         compare(longer)
 
 
 def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
     """Files that differ may hold the same; sums that differ do not, and in the end one of them must prove it."""
     first, copy, other = {"files": "a", "xxh3": "1"}, {"files": "b"}, {"files": "c", "xxh3": "2"}
-    cards = [RankHandshake.of_this(model("abc", **own), "", []) for own in (first, copy, other)]
+    cards = [RankHandshake.of_this(model("abc", **identity), "", []) for identity in (first, copy, other)]
     compare(cards[:2])
     with pytest.raises(UserError, match="same weights, to the last byte, got others on rank 2 than on rank 0"):
         compare(cards)
@@ -119,11 +119,11 @@ def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
 
 def test_cards_of_strangers_are_checked() -> None:
     card = RankHandshake.of_this(model("abc"), "text", [])
-    told = structs.asdict(card)
-    assert RankHandshake.parse(json.dumps(told).encode(), 1) == card
+    message = structs.asdict(card)
+    assert RankHandshake.parse(json.dumps(message).encode(), 1) == card
     odd = [{"more": 1}, {"host": 7}, {"disks": {}}, {"disks": [["1"]]}, {"proofs": []}, {"proofs": {"xxh3": []}},
            {"must_agree": {"torch": 2}}, {"host": "x" * 70_000}]  # fmt: skip
-    cards = [json.dumps({**told, **one}).encode() for one in odd]
+    cards = [json.dumps({**message, **change}).encode() for change in odd]
     for content in (b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, *cards):
         with pytest.raises(UserError, match="rank 1 says of itself what is no handshake"):
             RankHandshake.parse(content, 1)
@@ -152,7 +152,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("copy", "edited", "template"):
         shutil.copytree(folder / "0", folder / name)
     checkpoint = open_checkpoint(folder / "edited")
-    vector = min(checkpoint.tensors.values(), key=lambda one: one.hi - one.lo)  # which is sampled whole
+    vector = min(checkpoint.tensors.values(), key=lambda entry: entry.hi - entry.lo)  # which is sampled whole
     path = checkpoint.shards[vector.shard]
     content = bytearray(path.read_bytes())
     content[vector.lo] ^= 1
@@ -188,9 +188,9 @@ def _meet(place: RankInfo, report, folder: Path, *, has_samples: bool) -> None:
             report((str(error).split(": ", 1)[1], len(phases)))
 
 
-def _by_rank(place: RankInfo, report, own: Pair, cache: Path, has_samples: bool) -> None:
+def _by_rank(place: RankInfo, report, pair: Pair, cache: Path, has_samples: bool) -> None:
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    _meet(place, report, own[place.rank], has_samples=has_samples)
+    _meet(place, report, pair[place.rank], has_samples=has_samples)
 
 
 @pytest.mark.parametrize(

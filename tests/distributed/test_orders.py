@@ -89,10 +89,10 @@ BAD: list[object] = [
 ]
 
 
-@pytest.mark.parametrize("told", BAD, ids=str)
-def test_what_is_no_order_is_refused(told: object) -> None:
+@pytest.mark.parametrize("words", BAD, ids=str)
+def test_what_is_no_order_is_refused(words: object) -> None:
     with pytest.raises(MsgspecError):
-        decode(msgpack.encode(told))
+        decode(msgpack.encode(words))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -33,12 +33,12 @@ def on_cards(patch: pytest.MonkeyPatch, ranks: set[int]) -> None:
     """These ranks have a GPU of their own, the others compute on their host."""
     open_decoder = load.open_decoder
 
-    def opened(*args: Any, transport: InMemory, **more: Any) -> Any:
+    def opened(*args: Any, transport: InMemory, **options: Any) -> Any:
         device: Device = Card(seed=transport.rank) if transport.rank in ranks else HOST
         if device is HOST or transport.rank == 0:  # the head's mode is that of the test
-            return open_decoder(*args, transport=transport, device=device, **more)
+            return open_decoder(*args, transport=transport, device=device, **options)
         with StrictDevice():
-            return open_decoder(*args, transport=transport, device=device, **more)
+            return open_decoder(*args, transport=transport, device=device, **options)
 
     patch.setattr("rank_threads.open_decoder", opened)
 

@@ -127,13 +127,13 @@ def test_a_row_has_to_be_worth_its_time() -> None:
 
 def test_the_papers_cut_rises_with_every_batch_falls_with_failures_and_is_reset_by_acceptance() -> None:
     cut = CutOff(0.0, FixedCutoff(start=0.3, recovery=0.4, decay=0.25))
-    found = [cut.least(1.0).p]
+    results = [cut.least(1.0).p]
     cut.speculated()
-    found.append(cut.least(1.0).p)
+    results.append(cut.least(1.0).p)
     assert cut.failed()
-    found.append(cut.least(1.0).p)
+    results.append(cut.least(1.0).p)
     cut.reset()
-    assert [*found, cut.least(1.0).p] == pytest.approx([0.3, 0.7, 0.45, 0.3])
+    assert [*results, cut.least(1.0).p] == pytest.approx([0.3, 0.7, 0.45, 0.3])
     assert cut.least(1.0).f == 0
     cut = CutOff(0.0, FixedCutoff(start=0.5, recovery=0.0, decay=0.125))
     assert [cut.failed() for _ in range(6)] == [True, True, True, True, False, False], "anything would do"

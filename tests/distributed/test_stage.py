@@ -142,13 +142,15 @@ class TinyHead:
 
     def path(self, row: int) -> list[int]:
         """What a row sees, in the order of positions."""
-        return sorted(self._rows[row][1], key=lambda one: len(self._rows[one][1]))
+        return sorted(self._rows[row][1], key=lambda seen_row: len(self._rows[seen_row][1]))
 
     def commit(self, path: Sequence[int], kept: Sequence[int]) -> None:
         self.transport.send(0, Channel.DATA, Commit(list(path), list(kept)))
         self._alone.commit(path, kept)
         new = {old: row for row, old in enumerate(kept)}
-        self._rows = [(self._rows[old][0], {new[one] for one in self._rows[old][1] - set(path)}) for old in kept]
+        self._rows = [
+            (self._rows[old][0], {new[seen_row] for seen_row in self._rows[old][1] - set(path)}) for old in kept
+        ]
         self._length += len(path)
 
     def cancel(self, run: int) -> None:
@@ -326,12 +328,12 @@ def test_an_order_that_cannot_be_ends_the_stage_before_anything_is_computed(
         assert stage.num_uncommitted == 0
 
 
-@pytest.mark.parametrize("more", [None, -1, 1])
-def test_activations_of_another_size_end_the_stage(more: int | None, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("extra", [None, -1, 1])
+def test_activations_of_another_size_end_the_stage(extra: int | None, checkpoint: Checkpoint) -> None:
     with opened(checkpoint, sections(0, 2, 4)[1], is_streamed=False, runs=False) as (model, stream):
         stage = PipelineStage(model, stream, plan_of(checkpoint, sections(0, 2, 4)[1]))
         whole = stage.model.width * stage.model.dtype.itemsize
-        hidden = None if more is None else memoryview(bytes(whole + more))
+        hidden = None if extra is None else memoryview(bytes(whole + extra))
         with pytest.raises(ValueError, match=f"run 3 has .* bytes of activations, they must be {whole}"):
             stage.run(RunOrder(3, [5], [0], b"\x80", 1, hidden=hidden), lambda: False)
 

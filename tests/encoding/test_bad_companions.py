@@ -49,26 +49,26 @@ def text(said: str) -> Change:
     return lambda _: torch.tensor(list(said.encode()), dtype=torch.uint8)
 
 
-def nested(more: str) -> Change:
-    return text('{"shape": [96, 160], "blocksize": 64, ' + more + "}")
+def nested(extra: str) -> Change:
+    return text('{"shape": [96, 160], "blocksize": 64, ' + extra + "}")
 
 
 BAD: list[tuple[str, str, Change, str]] = [
     ("fp8-block", ".weight_scale_inv", missing, "needs a .weight_scale_inv or .weight_scale"),
     ("fp8-channel", ".weight_scale", missing, "needs a .weight_scale_inv or .weight_scale"),
     ("fp8-block", ".weight_scale_inv", shorter, "must have the scales"),
-    ("fp8-block", ".weight_scale_inv", lambda one: one.T, "must have the scales"),
-    ("fp8-block", ".weight_scale_inv", lambda one: one.flatten(), "must have the scales"),
+    ("fp8-block", ".weight_scale_inv", lambda tensor: tensor.T, "must have the scales"),
+    ("fp8-block", ".weight_scale_inv", lambda tensor: tensor.flatten(), "must have the scales"),
     ("fp8-block", ".weight_scale_inv", holding(float("nan")), "finite"),
-    ("fp8-block", ".weight_scale_inv", lambda one: one.int(), "type"),
+    ("fp8-block", ".weight_scale_inv", lambda tensor: tensor.int(), "type"),
     ("fp8-channel", ".weight_scale", holding(float("inf")), "finite"),
     ("ct-w4", ".weight_scale", missing, "needs a .weight_scale"),
     ("ct-w4", ".weight_scale", shorter, "must have shape"),
-    ("ct-w4", ".weight_scale", lambda one: one[:, :-1], "config_groups"),
+    ("ct-w4", ".weight_scale", lambda tensor: tensor[:, :-1], "config_groups"),
     ("ct-w4", ".weight_scale", holding(float("nan")), "finite"),
-    ("ct-w4", ".weight_scale", lambda one: one.int(), "type"),
+    ("ct-w4", ".weight_scale", lambda tensor: tensor.int(), "type"),
     ("ct-w4", ".weight_shape", holding(161), "must be"),
-    ("ct-w4", ".weight_packed", lambda one: one.flatten(), "two dimensions"),
+    ("ct-w4", ".weight_packed", lambda tensor: tensor.flatten(), "two dimensions"),
     ("ct-w4-zeros", ".weight_zero_point", shorter, "must have shape"),
     ("ct-w4-order", ".weight_g_idx", holding(5), "0..4"),
     ("ct-w4-order", ".weight_g_idx", holding(-1), "0..4"),
@@ -79,17 +79,17 @@ BAD: list[tuple[str, str, Change, str]] = [
     ("awq", ".qzeros", missing, "needs a .qzeros"),
     ("awq", ".scales", shorter, "must have shape"),
     ("awq", ".scales", holding(float("nan")), "finite"),
-    ("awq", ".qzeros", lambda one: one.flatten(), "two dimensions"),
+    ("awq", ".qzeros", lambda tensor: tensor.flatten(), "two dimensions"),
     ("gptq", ".scales", missing, "needs a .scales"),
     ("gptq", ".scales", shorter, "must have shape"),
     ("gptq", ".scales", holding(float("nan")), "finite"),
-    ("gptq", ".qzeros", lambda one: one[:, :9], "bits"),
+    ("gptq", ".qzeros", lambda tensor: tensor[:, :9], "bits"),
     ("gptq", ".g_idx", holding(0), "in order where desc_act is false"),
-    ("gptq", ".qzeros", lambda one: one.float(), "type I32"),
-    ("gptq", ".qweight", lambda one: one.float(), "type I32"),
-    ("gptq", ".g_idx", lambda one: one.float(), "type I32"),
-    ("awq", ".qzeros", lambda one: one.float(), "type I32"),
-    ("ct-w4-zeros", ".weight_zero_point", lambda one: one.float(), "type I32"),
+    ("gptq", ".qzeros", lambda tensor: tensor.float(), "type I32"),
+    ("gptq", ".qweight", lambda tensor: tensor.float(), "type I32"),
+    ("gptq", ".g_idx", lambda tensor: tensor.float(), "type I32"),
+    ("awq", ".qzeros", lambda tensor: tensor.float(), "type I32"),
+    ("ct-w4-zeros", ".weight_zero_point", lambda tensor: tensor.float(), "type I32"),
     ("gptq", ".g_idx", shorter, "160 numbers"),
     ("gptq-order", ".g_idx", holding(5), "0..4"),
     ("gptq-order", ".g_idx", holding(-1), "0..4"),
@@ -110,7 +110,7 @@ BAD: list[tuple[str, str, Change, str]] = [
     ("nf4-nested", _EXP, nested('"nested_blocksize": 256, "nested_offset": NaN'), "nested"),
     ("nf4-nested", _EXP, nested('"nested_blocksize": true, "nested_offset": 1.0'), "nested"),
     ("nf4-nested", _EXP, nested('"nested_blocksize": 9, "nested_offset": 1.0'), "27 numbers"),
-    ("nf4", _EXP, lambda one: one.float(), "of type U8"),
+    ("nf4", _EXP, lambda tensor: tensor.float(), "of type U8"),
     ("nf4-nested", ".weight.nested_absmax", missing, "needs a .weight.nested_absmax"),
     ("nf4-nested", ".weight.nested_absmax", holding(float("nan")), "finite"),
     ("nf4-nested", ".weight.nested_quant_map", shorter, "256 numbers"),
@@ -122,7 +122,7 @@ BAD: list[tuple[str, str, Change, str]] = [
     ("mxfp4", "_scales", missing, "needs a _scales"),
     ("mxfp4", "_scales", shorter, "must have shape"),
     ("mxfp4", "_scales", holding(255), "numbers"),
-    ("mxfp4", "_blocks", lambda one: one[..., :8], "16 bytes"),
+    ("mxfp4", "_blocks", lambda tensor: tensor[..., :8], "16 bytes"),
 ]  # fmt: skip
 
 
@@ -151,8 +151,8 @@ def test_contradictions_are_refused(name: str, suffix: str, change: Change, said
 def test_a_nested_block_that_claims_to_be_huge_takes_no_memory() -> None:
     stored = RECIPES["nf4-nested"].store(random_weight(*SHAPE))
     said = json.loads(bytes(stored.tensors[_EXP].tolist())) | {"nested_blocksize": 10**400}
-    found = expanded(stored.tensors | {_EXP: text(json.dumps(said))(stored.weight)}, {}, SHAPE)
-    assert torch.equal(found, stored.weight), "240 scales are less than one block of 256"
+    result = expanded(stored.tensors | {_EXP: text(json.dumps(said))(stored.weight)}, {}, SHAPE)
+    assert torch.equal(result, stored.weight), "240 scales are less than one block of 256"
     odd = RECIPES["nf4"].store(random_weight(5, 13))
     with pytest.raises(ValueError, match=r"even in number, two to a byte, have shape \[5, 13\]: take another"):
         expanded(odd.tensors, {}, (5, 13))
@@ -183,8 +183,8 @@ def test_what_the_config_leaves_open_the_tensors_tell() -> None:
         assert torch.equal(expanded(stored.tensors, {"config_groups": both}, SHAPE), stored.weight)
     stored = RECIPES["ct-w4"].store(random_weight(*SHAPE))
     tensors = {**stored.tensors, ".weight_g_idx": torch.full((SHAPE[1],), -1, dtype=torch.int32)}
-    found = expanded(tensors, RECIPES["ct-w4"].config, SHAPE)
-    assert torch.equal(found, stored.weight), "an order that was never set is none"
+    result = expanded(tensors, RECIPES["ct-w4"].config, SHAPE)
+    assert torch.equal(result, stored.weight), "an order that was never set is none"
     for name in ("gptq", "gptq-8", "awq"):  # shapes decide where the config says otherwise, as overrides of modules do
         stored = RECIPES[name].store(random_weight(*SHAPE))
         settings = {**RECIPES[name].config, "bits": 2, "group_size": 77, "quant_method": "auto-round"}
@@ -231,4 +231,4 @@ def test_blocks_of_whole_rows_are_one_coding_of_all_shapes(grid: tuple[int, int]
         codings.add(recognise(tensors, settings).coding)
         wanted = scale.repeat_interleave(96 // len(scale), 0).expand(96, width)
         assert torch.equal(expanded(tensors, settings, (96, width)), wanted)
-    assert [one.name for one in codings] == [name]
+    assert [coding.name for coding in codings] == [name]

@@ -31,7 +31,7 @@ from offload.kernels.expansion import REFERENCE
 PLAIN_SHAPES = [(3, 5), (7,), (), (2, 0, 3)]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=lambda one: one.name)
+@pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("shape", PLAIN_SHAPES, ids=str)
 def test_stored_bytes_are_those_of_the_file(encoding: Encoding, shape: tuple[int, ...], tmp_path) -> None:  # type: ignore[no-untyped-def]
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(getattr(torch, encoding.dtype))
@@ -48,7 +48,7 @@ def test_stored_bytes_are_those_of_the_file(encoding: Encoding, shape: tuple[int
 def test_decoding_copies_nothing_and_both_tables_hold_the_same() -> None:
     stored_B = torch.zeros(24, dtype=torch.uint8)
     assert ENCODINGS["BF16"].decode(stored_B, (3, 4)).data_ptr() == stored_B.data_ptr()
-    assert {one.dtype: one for one in ENCODINGS.values()} == dict(PLAIN_OF)
+    assert {encoding.dtype: encoding for encoding in ENCODINGS.values()} == dict(PLAIN_OF)
 
 
 SHAPE = (130, 9, 70)
@@ -62,9 +62,9 @@ class Told(NamedTuple):
 
 def headers(stem: str = ".weight", *, width: int = 4, **changed: Told | None) -> dict[str, Told]:
     words = (SHAPE, (distance_bytes(math.prod(SHAPE), width),), (64,))
-    told = [*(Told("U8", shape) for shape in words), Told("I64", (3,))]
-    named = {name.removeprefix("."): one for name, one in zip((*WORDS, CODE), told, strict=True)} | changed
-    return {f"{stem}.{name}": one for name, one in named.items() if one is not None}
+    messages = [*(Told("U8", shape) for shape in words), Told("I64", (3,))]
+    named = {name.removeprefix("."): entry for name, entry in zip((*WORDS, CODE), messages, strict=True)} | changed
+    return {f"{stem}.{name}": entry for name, entry in named.items() if entry is not None}
 
 
 def weights(num: int, source: str = "BF16", scale: float = 0.02) -> torch.Tensor:
@@ -86,14 +86,14 @@ def test_what_was_stored_is_what_is_expanded(source: str, format, width: int) ->
     fill = torch.zeros(-sum(map(len, words[:3])) % 64, dtype=torch.uint8)
     stored_B = torch.cat([part.view(torch.uint8) for part in (*words[:3], fill)])
     sizes = {"mantissas": Told(MANTISSAS[source], SHAPE), "escapes": Told("U8", (len(words.escape_3E) + len(fill),))}
-    told = headers(format.parameter, width=width, **sizes)
-    found = format.recognise(told, {})
-    assert isinstance(found, RecognisedWeight) and found.shape == SHAPE
-    assert found.coding.stored_bytes(SHAPE) == len(stored_B)
-    ready = found.coding.prepare({CODE: torch.cat((torch.tensor([top]), words.count_C))}, SHAPE)
-    assert sum(tensor.nbytes for tensor in ready.values()) == found.coding.companion_bytes(SHAPE)
-    out = torch.empty(SHAPE, dtype=getattr(torch, found.coding.dtype))
-    found.coding.expand(stored_B, ready, out, REFERENCE)
+    message = headers(format.parameter, width=width, **sizes)
+    result = format.recognise(message, {})
+    assert isinstance(result, RecognisedWeight) and result.shape == SHAPE
+    assert result.coding.stored_bytes(SHAPE) == len(stored_B)
+    ready = result.coding.prepare({CODE: torch.cat((torch.tensor([top]), words.count_C))}, SHAPE)
+    assert sum(tensor.nbytes for tensor in ready.values()) == result.coding.companion_bytes(SHAPE)
+    out = torch.empty(SHAPE, dtype=getattr(torch, result.coding.dtype))
+    result.coding.expand(stored_B, ready, out, REFERENCE)
     assert out.dtype == dtype and torch.equal(out.view(-1).view(torch.int16), weight_N.view(torch.int16))
 
 
@@ -127,12 +127,12 @@ def test_a_code_that_points_outside_is_refused(code: list[int]) -> None:
 @pytest.mark.parametrize("source", TYPES)
 def test_the_window_is_the_best_one(source: str) -> None:
     weight_N, usual = weights(1 << 16, source), TYPES[source][1]
-    found, taken = best_window(counts(weight_N, source)), dict[tuple[int, int], float]()
+    result, taken = best_window(counts(weight_N, source)), dict[tuple[int, int], float]()
     for top, width in product(range(usual - 9, usual + 9), (3, 4)):
         words = encode_exponents_reference(weight_N, top, width)[:3]
         taken[top, width] = 8 * sum(map(len, words)) / len(weight_N)
-    assert found.bits == pytest.approx(taken[found.top, found.width]) == min(taken.values())
-    assert found.width == 3, "a bell of one width has few exponents"
+    assert result.bits == pytest.approx(taken[result.top, result.width]) == min(taken.values())
+    assert result.width == 3, "a bell of one width has few exponents"
     # Wide exponents take four bits, and all of them none.
     assert best_window(np.bincount(np.repeat(np.arange(100, 115), 100), minlength=256))[:2] == (114, 4)
     assert best_window(np.ones(256)).bits > 16

@@ -64,10 +64,10 @@ def test_weights_are_those_that_were_stored(name: str, expansion: Expansion) -> 
 def test_headers_tell_the_shape(name: str) -> None:
     """But for columns that pad the last word, and for matrices that are stored flattened."""
     stored = RECIPES[name].store(weight_of(shapes_of(name)[0]))
-    wanted, found = as_stored(name, stored), recognise(stored.tensors, RECIPES[name].config)
-    assert found.shape in (tuple(wanted.shape), (wanted.numel(),))
-    assert hash(found.coding) == hash(recognise(stored.tensors, RECIPES[name].config).coding)
-    assert found.coding.is_transposed == (name == "mxfp4")
+    wanted, tensor = as_stored(name, stored), recognise(stored.tensors, RECIPES[name].config)
+    assert tensor.shape in (tuple(wanted.shape), (wanted.numel(),))
+    assert hash(tensor.coding) == hash(recognise(stored.tensors, RECIPES[name].config).coding)
+    assert tensor.coding.is_transposed == (name == "mxfp4")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -96,8 +96,8 @@ def test_compressed_tensors(name: str, shape: tuple[int, int]) -> None:
 
     tensors, config = RECIPES[name].store(random_weight(*shape)).tensors, RECIPES[name].config
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
-    own = {suffix.removeprefix("."): one for suffix, one in tensors.items()}
-    wanted = BaseCompressor.get_value_from_registry(config["format"]).decompress(own, scheme=scheme)["weight"]
+    reply = {suffix.removeprefix("."): value for suffix, value in tensors.items()}
+    wanted = BaseCompressor.get_value_from_registry(config["format"]).decompress(reply, scheme=scheme)["weight"]
     assert are_equal(expanded(tensors, config, shape, wanted.dtype), wanted)
 
 
@@ -122,7 +122,7 @@ def test_bitsandbytes(kind: str, storage: torch.dtype, is_nested: bool, shape: t
 
     weight = random_weight(*shape).bfloat16()
     words, state = functional.quantize_4bit(weight, compress_statistics=is_nested, quant_type=kind)
-    tensors = {".weight": words} | {f".weight.{key}": one for key, one in state.as_dict(packed=True).items()}
+    tensors = {".weight": words} | {f".weight.{key}": value for key, value in state.as_dict(packed=True).items()}
     wanted = functional.dequantize_4bit(words, state)
     # with `quant_storage` the same bytes are kept as numbers of another type
     if words.numel() % storage.itemsize == 0:
@@ -146,7 +146,9 @@ def test_bytes_of_bitsandbytes(dtype: torch.dtype) -> None:
 def autoawq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
     """AutoAWQ's `dequantize_gemm` (awq/utils/packing_utils.py), as (in, out)."""
     shift = torch.arange(0, 32, 4)
-    code, zero = ((one[:, :, None] >> shift[None, None, :]).to(torch.int8).flatten(1) for one in (qweight, qzeros))
+    code, zero = (
+        (packed[:, :, None] >> shift[None, None, :]).to(torch.int8).flatten(1) for packed in (qweight, qzeros)
+    )
     order = torch.arange(code.shape[1]).view(-1, 8)[:, list(AWQ_ORDER)].flatten()
     size = len(code) // len(scales)
     code, zero = code[:, order] & 15, (zero[:, order] & 15).repeat_interleave(size, 0)

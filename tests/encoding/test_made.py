@@ -56,14 +56,14 @@ def test_thirty_damaged_ones_are_refused_in_one_line(path: Path) -> None:
         suffix = chance.choice([name for name in tensors if not name.endswith("g_idx")])
         kind = chance.choice(("missing", "shape", "type", "number"))
         changed = dict(tensors)
-        one = changed.pop(suffix)
+        tensor = changed.pop(suffix)
         if kind == "shape":
-            changed[suffix] = one[:-1].contiguous()
+            changed[suffix] = tensor[:-1].contiguous()
         elif kind == "type":
-            changed[suffix] = torch.zeros(one.shape, dtype=torch.int64)
-        elif kind == "number" and one.dtype in (torch.float32, torch.bfloat16, torch.float16):
-            changed[suffix] = one.clone()
-            changed[suffix].view(-1)[chance.randrange(one.numel())] = chance.choice((float("nan"), float("inf")))
+            changed[suffix] = torch.zeros(tensor.shape, dtype=torch.int64)
+        elif kind == "number" and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            changed[suffix] = tensor.clone()
+            changed[suffix].view(-1)[chance.randrange(tensor.numel())] = chance.choice((float("nan"), float("inf")))
         with pytest.raises((ValueError, AssertionError)) as caught:
             expanded(changed, settings, shape)
         if isinstance(caught.value, ValueError):

@@ -44,9 +44,14 @@ def decoder(models: Pair) -> Iterator[Decoder]:
 
 
 def written(
-    decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match", *, num_logprobs: int | None = None
+    decoder: Decoder,
+    options: dict[str, Any],
+    tree: str = "none",
+    rule: str = "match",
+    *,
+    num_logprobs: int | None = None,
 ) -> Generation:
-    request = Request(PROMPT, Sampling(**how), NUM_NEW, num_logprobs=num_logprobs, tree=tree, rule=rule)
+    request = Request(PROMPT, Sampling(**options), NUM_NEW, num_logprobs=num_logprobs, tree=tree, rule=rule)
     return finished(decoder.start(request))
 
 
@@ -54,12 +59,12 @@ def written(
     ("setting", "drawn"), [*((name, "greedy") for name in SETTINGS), ("repeat", "warm"), ("every", "min-p")]
 )
 def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str, drawn: str) -> None:
-    how = SETTINGS[setting] | DRAWN[drawn]
-    alone, plain = written(decoder, how), written(decoder, DRAWN[drawn])
+    options = SETTINGS[setting] | DRAWN[drawn]
+    alone, plain = written(decoder, options), written(decoder, DRAWN[drawn])
     assert alone.token_ids != plain.token_ids, "nothing was adjusted"
     for rule in ("match", "topk"):
         for tree in TREES:
-            result = written(decoder, how, tree, rule)
+            result = written(decoder, options, tree, rule)
             assert result.token_ids == alone.token_ids, (rule, tree)
             assert result.stats.num_sweeps < NUM_NEW, "no guess was right"
 
@@ -67,12 +72,12 @@ def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str,
 @pytest.mark.parametrize("has_draft", [True, False])
 def test_guesses_of_the_text_itself_change_nothing(decoder: Decoder, models: Pair, has_draft: bool) -> None:
     """They are point masses, from whatever they were copied; one that is penalised is only a poor guess."""
-    how, pair = SETTINGS["presence"] | DRAWN["warm"], models if has_draft else models[:1]
+    options, pair = SETTINGS["presence"] | DRAWN["warm"], models if has_draft else models[:1]
     with offload.load(
         *pair, ram="1GiB", tree="16x6", context=160, dtype="float32", threads=1, profile="none", lookup=True
     ) as other:
         for tree in ("8x3", "dynamic:16x6"):
-            assert written(other, how, tree).token_ids == written(decoder, how).token_ids
+            assert written(other, options, tree).token_ids == written(decoder, options).token_ids
 
 
 @pytest.mark.parametrize("setting", ["repeat", "every"])
@@ -82,10 +87,10 @@ def test_greedy_text_is_that_of_ratio_rules_too(decoder: Decoder, setting: str) 
         assert written(decoder, SETTINGS[setting], "8x3", rule).token_ids == alone.token_ids
 
 
-def by_transformers(target: Path, how: dict[str, Any]) -> list[int]:
+def by_transformers(target: Path, options: dict[str, Any]) -> list[int]:
     names = {"repeat_penalty": "repetition_penalty"}
-    settings = {names.get(name, name): value for name, value in how.items() if name != "logit_bias"}
-    if bias := how.get("logit_bias"):
+    settings = {names.get(name, name): value for name, value in options.items() if name != "logit_bias"}
+    if bias := options.get("logit_bias"):
         settings["sequence_bias"] = [[[token], number] for token, number in bias.items()]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     ids_1T = torch.tensor([PROMPT])
@@ -94,26 +99,30 @@ def by_transformers(target: Path, how: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "how", [SETTINGS["repeat"], SETTINGS["bias"], SETTINGS["repeat"] | SETTINGS["bias"]], ids=["repeat", "bias", "both"]
+    "options",
+    [SETTINGS["repeat"], SETTINGS["bias"], SETTINGS["repeat"] | SETTINGS["bias"]],
+    ids=["repeat", "bias", "both"],
 )
-def test_greedy_text_is_that_of_transformers(decoder: Decoder, models: Pair, how: dict[str, Any]) -> None:
-    wanted = by_transformers(models[0], how)
+def test_greedy_text_is_that_of_transformers(decoder: Decoder, models: Pair, options: dict[str, Any]) -> None:
+    wanted = by_transformers(models[0], options)
     for tree in ("none", *TREES):
-        assert written(decoder, how, tree).token_ids == wanted
+        assert written(decoder, options, tree).token_ids == wanted
 
 
 def test_counts_of_openai(decoder: Decoder, models: Pair) -> None:
     """Presence and frequency by their formula on logits of a pass over the whole text, token after token."""
-    how = SETTINGS["presence"] | SETTINGS["frequency"]
+    options = SETTINGS["presence"] | SETTINGS["frequency"]
     ids = list(PROMPT)
     model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     for _ in range(16):
         with torch.no_grad():
             logits_V = model(torch.tensor([ids])).logits[0, -1]
         for token in {*ids[len(PROMPT) :]}:
-            logits_V[token] -= ids[len(PROMPT) :].count(token) * how["frequency_penalty"] + how["presence_penalty"]
+            logits_V[token] -= (
+                ids[len(PROMPT) :].count(token) * options["frequency_penalty"] + options["presence_penalty"]
+            )
         ids.append(int(logits_V.argmax()))
-    assert written(decoder, how, "8x3").token_ids[:16] == ids[len(PROMPT) :]
+    assert written(decoder, options, "8x3").token_ids[:16] == ids[len(PROMPT) :]
 
 
 def adjust_the_target_alone(patch: pytest.MonkeyPatch) -> None:
@@ -129,10 +138,10 @@ def adjust_the_target_alone(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tree", TREES)
 def test_guesses_stay_good(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
     """A draft that knows nothing of a strong penalty guesses what was said before, and that never comes."""
-    how = {"repeat_penalty": 1.6}
-    good = written(decoder, how, tree)
+    options = {"repeat_penalty": 1.6}
+    good = written(decoder, options, tree)
     adjust_the_target_alone(monkeypatch)
-    poor = written(decoder, how, tree)
+    poor = written(decoder, options, tree)
     assert poor.token_ids == good.token_ids, "what a draft guesses must not matter"
     assert good.stats.tokens_per_sweep > 1.3 * poor.stats.tokens_per_sweep
 
@@ -140,46 +149,46 @@ def test_guesses_stay_good(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tr
 HOWS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.8, "repeat_penalty": 1.4, "seed": 3}]
 
 
-@pytest.mark.parametrize("how", HOWS, ids=["greedy", "adjusted"])
+@pytest.mark.parametrize("options", HOWS, ids=["greedy", "adjusted"])
 @pytest.mark.parametrize(
     ("tree", "rule"), [("none", "match"), ("8x3", "match"), ("dynamic:16x6", "topk"), ("8x3", "sequoia")]
 )
 def test_they_are_those_of_transformers(
-    decoder: Decoder, models: Pair, how: dict[str, Any], tree: str, rule: str
+    decoder: Decoder, models: Pair, options: dict[str, Any], tree: str, rule: str
 ) -> None:
     """They follow from the model's own logits, whatever is done to these before a token is drawn."""
-    result = written(decoder, how, tree, rule, num_logprobs=3)
+    result = written(decoder, options, tree, rule, num_logprobs=3)
     model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     with torch.no_grad():
         logits_TV = model(torch.tensor([[*PROMPT, *result.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
     logprob_TV = logits_TV.log_softmax(1)
     assert result.logprobs is not None and len(result.logprobs) == NUM_NEW
-    for told, token, logprob_V in zip(result.logprobs, result.token_ids, logprob_TV, strict=True):
+    for entry, token, logprob_V in zip(result.logprobs, result.token_ids, logprob_TV, strict=True):
         best = logprob_V.topk(3)
-        assert told.token == token
-        assert told.logprob == pytest.approx(float(logprob_V[token]), abs=1e-4)
-        assert [one for one, _ in told.top] == best.indices.tolist()
-        assert [number for _, number in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert entry.token == token
+        assert entry.logprob == pytest.approx(float(logprob_V[token]), abs=1e-4)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [number for _, number in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("how", HOWS, ids=["greedy", "adjusted"])
-def test_asking_changes_nothing(decoder: Decoder, how: dict[str, Any]) -> None:
-    asked, plain = (written(decoder, how, "8x3", num_logprobs=num_top) for num_top in (0, None))
+@pytest.mark.parametrize("options", HOWS, ids=["greedy", "adjusted"])
+def test_asking_changes_nothing(decoder: Decoder, options: dict[str, Any]) -> None:
+    asked, plain = (written(decoder, options, "8x3", num_logprobs=num_top) for num_top in (0, None))
     assert asked.token_ids == plain.token_ids
-    assert asked.logprobs is not None and all(one.top == () for one in asked.logprobs)
+    assert asked.logprobs is not None and all(logprob.top == () for logprob in asked.logprobs)
     assert plain.logprobs is None and "logprobs" not in plain.as_dict()
 
 
 def test_they_are_part_of_the_object_and_as_many_as_there_are(decoder: Decoder) -> None:
     result = written(decoder, {}, "8x3", num_logprobs=2)
-    told = json.loads(json.dumps(result.as_dict()["logprobs"]))
-    assert [one["token"] for one in told] == result.token_ids
-    assert all(one["top"][0] == [one["token"], one["logprob"]] for one in told), "greedy text is the likeliest"
+    reply = json.loads(json.dumps(result.as_dict()["logprobs"]))
+    assert [entry["token"] for entry in reply] == result.token_ids
+    assert all(entry["top"][0] == [entry["token"], entry["logprob"]] for entry in reply), "greedy text is the likeliest"
     most = decoder.generate(PROMPT, max_new_tokens=2, num_logprobs=10**6).logprobs
-    assert most is not None and all(len(one.top) == VOCAB_SIZE for one in most)
+    assert most is not None and all(len(entry.top) == VOCAB_SIZE for entry in most)
     run = decoder.start(Request(PROMPT, max_new_tokens=NUM_NEW, num_logprobs=0, tree="8x3"))
     finished(run)
     run.sequence.cut(4)
     cut = run.result()
-    assert [one.token for one in cut.logprobs or ()] == run.sequence.new_ids == cut.token_ids
+    assert [entry.token for entry in cut.logprobs or ()] == run.sequence.new_ids == cut.token_ids
     assert len(cut.token_ids) == 4

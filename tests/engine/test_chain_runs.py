@@ -55,8 +55,8 @@ def test_only_what_was_guessed_within_the_text_is_counted(models: Pair, decoder:
     with offload.load(models[0], models[0], "1GiB", "chain:6", **HOW) as itself:
         stats = itself.generate(PROMPT, max_new_tokens=3).stats
     assert stats.first_guess.total == stats.first_guess.count == 3, "a model agrees with itself"
-    told = decoder.generate(PROMPT, max_new_tokens=5, tree="none").as_dict()["stats"]
-    assert isinstance(told, dict) and told["alpha"] is None and told["first_guess"]["mean"] is None
+    message = decoder.generate(PROMPT, max_new_tokens=5, tree="none").as_dict()["stats"]
+    assert isinstance(message, dict) and message["alpha"] is None and message["first_guess"]["mean"] is None
 
 
 def test_lenience_says_that_it_is_not_exact(models: Pair) -> None:
@@ -64,15 +64,15 @@ def test_lenience_says_that_it_is_not_exact(models: Pair) -> None:
     texts = {}
     for lenience in (1.0, 0.01):
         with offload.load(*models, ram, "chain:6", lenience=lenience, invariant=True, **HOW) as decoder:
-            found = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
-            texts[lenience] = found.token_ids
-            told = found.as_dict()
+            generation = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
+            texts[lenience] = generation.token_ids
+            message = generation.as_dict()
             is_told = any("NOT EXACT" in note and "0.01" in note for note in decoder.notes)
-            assert found.is_exact == told["is_exact"] == (not is_told) == (lenience == 1)
-            assert told.get("lenience", 1.0) == lenience and ("NOT exact" in repr(found)) == is_told
-            assert found.is_invariant == (lenience == 1 and decoder.invariance.holds)
+            assert generation.is_exact == message["is_exact"] == (not is_told) == (lenience == 1)
+            assert message.get("lenience", 1.0) == lenience and ("NOT exact" in repr(generation)) == is_told
+            assert generation.is_invariant == (lenience == 1 and decoder.invariance.holds)
             plain = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, tree="none").token_ids
-            assert (plain == found.token_ids) == (lenience == 1)
+            assert (plain == generation.token_ids) == (lenience == 1)
     assert texts[1.0] != texts[0.01]
 
 

@@ -174,8 +174,8 @@ NO_TEXT = "a message must have a role and a content of text"
 NOT_READ = "images and sound are not read, got {}: leave it out"
 
 
-def user(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **more}
+def user(content: Any, **options: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **options}
 
 
 @pytest.mark.usefixtures("_no_weights")

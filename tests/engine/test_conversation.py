@@ -72,13 +72,13 @@ def test_what_a_prompt_holds_is_what_the_template_writes(name: str, tmp_path: Pa
             if "tool_calls" in message and name == "DeepSeek V3":
                 message["content"] = None
         for tools in ([], TOOLS):
-            how: Any = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
+            options: Any = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
             if name == "DeepSeek V3":  # `apply_chat_template` drops what is None, by which this one knows calls
-                variables = {**how, **tokenizer.special_tokens_map}
+                variables = {**options, **tokenizer.special_tokens_map}
                 del variables["tokenize"]
                 text = render_jinja_template([known], chat_template=tokenizer.chat_template, **variables)[0][0]
             else:
-                text = tokenizer.apply_chat_template(known, **how)
+                text = tokenizer.apply_chat_template(known, **options)
             wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert encode(tokenizer, sent, 10**6, options=TemplateOptions(tools)) == wanted
 
@@ -87,38 +87,40 @@ PRINTED = """{% for m in messages %}{% for c in m.tool_calls or [] %}<call>{{ c.
 {{- c.function.name }}{% endfor %}{{ m.content }};{% endfor %}"""
 
 
-def told(template: str, messages: list[Any], folder: Path, **options: Any) -> str:
+def rendered_by(template: str, messages: list[Any], folder: Path, **options: Any) -> str:
     tokenizer = tokenizer_with(template, folder)
     return str(tokenizer.decode(encode(tokenizer, messages, 10**6, options=TemplateOptions(**options))))
 
 
 def test_arguments_content_and_keys(tmp_path: Path) -> None:
     sent = CONVERSATIONS["call"][0]
-    assert told(PRINTED, sent, tmp_path) == 'hi;<call>{"on": true}get;ok;', "Python's own form is none"
+    assert rendered_by(PRINTED, sent, tmp_path) == 'hi;<call>{"on": true}get;ok;', "Python's own form is none"
     joined = PRINTED.replace("{{ c.function.arguments }}", "{{ '' + c.function.arguments }}")
-    assert told(joined, sent, tmp_path) == 'hi;<call>{"on": true}get;ok;'
+    assert rendered_by(joined, sent, tmp_path) == 'hi;<call>{"on": true}get;ok;'
     broken = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call('{"on')]}, RESULT]
-    assert '{"on' in told(joined, broken, tmp_path)
-    assert '{"on' in told(FAMILIES["GLM-4.5"].template, broken, tmp_path)
+    assert '{"on' in rendered_by(joined, broken, tmp_path)
+    assert '{"on' in rendered_by(FAMILIES["GLM-4.5"].template, broken, tmp_path)
     foreign = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call("{}", "call_12345678")]},
                {**RESULT, "tool_call_id": "call_12345678"}]  # fmt: skip
-    text = told(FAMILIES["Mistral v3"].template, foreign, tmp_path)
+    text = rendered_by(FAMILIES["Mistral v3"].template, foreign, tmp_path)
     key = text.partition('"id": "')[2][:9]
     assert key.isalnum() and f'"call_id": "{key}"' in text
     thoughts = [ASKED, {"role": "assistant", "content": "x", "reasoning_content": "tq"}, ASKED]
-    assert "tq" in told(FAMILIES["gpt-oss"].template, [ASKED, {**sent[1], "reasoning_content": "tq"}, RESULT], tmp_path)
-    assert "tq" in told(FAMILIES["GLM-4.5"].template, thoughts, tmp_path)
+    assert "tq" in rendered_by(
+        FAMILIES["gpt-oss"].template, [ASKED, {**sent[1], "reasoning_content": "tq"}, RESULT], tmp_path
+    )
+    assert "tq" in rendered_by(FAMILIES["GLM-4.5"].template, thoughts, tmp_path)
 
 
 def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
     silent = "{% for m in messages %}{{ m.content or '' }}{% endfor %}"
     with pytest.raises(UserError, match="does not tell the model of calls"):
-        told(silent, CONVERSATIONS["call"][0], tmp_path)
+        rendered_by(silent, CONVERSATIONS["call"][0], tmp_path)
     halves = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call('{"a": "\\ud800"}')]}]
     with pytest.raises(UserError, match="half a character"):
-        told(FAMILIES["Hermes, Qwen"].template, halves, tmp_path)
+        rendered_by(FAMILIES["Hermes, Qwen"].template, halves, tmp_path)
     with pytest.raises(UserError, match="what it wants of messages, calls"):
-        told("{% if tools %}{{ tools.x.y.z }}{% endif %}", [ASKED], tmp_path, tools=TOOLS)
+        rendered_by("{% if tools %}{{ tools.x.y.z }}{% endif %}", [ASKED], tmp_path, tools=TOOLS)
     for name in ("tools", "chat_template", "a b"):
         with pytest.raises(UserError, match="template_variables"):
             Request([ASKED], template_variables={name: 1}).check()
@@ -126,9 +128,9 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
 
 def test_variables_and_a_message_that_goes_on(tmp_path: Path) -> None:
     template = "{% if think is defined and not think %}NO {% endif %}" + FAMILIES["Hermes, Qwen"].template
-    assert told(template, [ASKED], tmp_path, variables={"think": False}).startswith("NO ")
+    assert rendered_by(template, [ASKED], tmp_path, variables={"think": False}).startswith("NO ")
     begun = [ASKED, {"role": "assistant", "content": "I sa"}]
-    assert told(template, begun, tmp_path, continues=True).endswith("assistant\nI sa")
+    assert rendered_by(template, begun, tmp_path, continues=True).endswith("assistant\nI sa")
 
 
 class _Decoder:

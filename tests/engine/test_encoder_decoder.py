@@ -39,10 +39,10 @@ def decoder(pair: Pair) -> Iterator[Decoder]:
         yield opened
 
 
-def streamed(target: Path, draft: Path, **more: Any) -> Decoder:
+def streamed(target: Path, draft: Path, **options: Any) -> Decoder:
     """Open both with no layer that stays."""
     ram = streaming_ram(target, draft, context=CONTEXT, num_nodes=32)
-    return offload.load(target, draft, ram=ram, context=CONTEXT, tree="32x8", threads=1, **more)
+    return offload.load(target, draft, ram=ram, context=CONTEXT, tree="32x8", threads=1, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,7 +80,7 @@ def test_same_seed_same_ids_for_every_tree_and_memory(pair: Pair, decoder: Decod
 def test_a_prompt_moves_the_encoder_once_and_a_sweep_the_decoder(decoder: Decoder) -> None:
     stream, asked = decoder.target.stream, list[int]()
     carry = stream.cycle._carry
-    stream.cycle._carry = lambda layer, *more: (asked.append(layer), carry(layer, *more))[1]
+    stream.cycle._carry = lambda layer, *others: (asked.append(layer), carry(layer, *others))[1]
     got = decoder.generate(prompts()[1], max_new_tokens=6, tree="none")
     sweeps = [0, 1, 2, 3] * 6
     assert asked[: 3 + len(sweeps)] == [4, 5, 6, *sweeps], "and what follows is read ahead"
@@ -130,9 +130,9 @@ def between_keys_and_values(_: Decoder, monkeypatch: pytest.MonkeyPatch) -> None
     """Only what an encoder has made goes into layers of transformers' own, first that of the draft's four."""
     right, left = DynamicLayer.update, [6]
 
-    def update(layer: DynamicLayer, key: Tensor, value: Tensor, *more: object, **_: object) -> object:
+    def update(layer: DynamicLayer, key: Tensor, value: Tensor, *others: object, **_: object) -> object:
         left[0] -= 1
-        got = right(layer, key, value, *more)
+        got = right(layer, key, value, *others)
         if left[0] == 0:
             layer.values = value[:, :, :0]
             raise KeyboardInterrupt
@@ -181,10 +181,10 @@ def test_what_does_not_go_with_an_encoder_is_refused_early(pair: Pair, tmp_path:
     (nameless / "generation_config.json").unlink()
     target, draft = save_pair("v1.1", tmp_path)
     begun_with(1, draft)
-    kept, told = Request(prompts()[2], is_kept=True), Request([{"role": "user", "content": "Hello"}])
+    kept, message = Request(prompts()[2], is_kept=True), Request([{"role": "user", "content": "Hello"}])
     for models, request, words in (
         ((pair[0],), kept, "`session` keeps a text that goes on"),
-        ((pair[0],), told, "cannot chat: use offload generate"),
+        ((pair[0],), message, "cannot chat: use offload generate"),
         ((pair[0], alone), None, "must both have an encoder or none, got t5 and llama"),
         ((alone, pair[1]), None, "must both have an encoder or none, got llama and t5"),
         ((nameless,), None, "decoder_start_token_id must be a token id, got None"),
@@ -223,8 +223,8 @@ def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) 
 def test_penalties_are_of_the_decoders_own_text(pair: Pair, decoder: Decoder) -> None:
     """As with transformers: what the encoder reads was not said."""
     model, (_, _, prompt) = AutoModelForSeq2SeqLM.from_pretrained(pair[0], dtype=torch.float32), prompts()
-    how = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 1.3, "use_cache": False}
-    ids_1T = model.generate(torch.tensor([prompt]), **how)
+    options = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 1.3, "use_cache": False}
+    ids_1T = model.generate(torch.tensor([prompt]), **options)
     wanted = ids_1T[0, 1:].tolist()
     for tree in ("none", "8x3"):
         got = decoder.generate(prompt, max_new_tokens=16, repeat_penalty=1.3, tree=tree).token_ids

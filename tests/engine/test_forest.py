@@ -26,25 +26,32 @@ PROMPTS = [[7, 3, 90, 14], list(range(20, 60)), [5], [7, 3, 90, 14, 88], list(ra
 NUM_NEW = [24, 9, 40, 30, 16, 33]
 
 
-def opened(pair: Sequence[Path | None], tree: str = "none", **more: Any) -> Decoder:
-    how = {"ram": "512MiB", "dtype": "float32", "context": 256, "profile": "none", "threads": 1, "invariant": False}
-    return offload.load(*pair, tree=tree, **{**how, **more})
+def opened(pair: Sequence[Path | None], tree: str = "none", **options: Any) -> Decoder:
+    settings = {
+        "ram": "512MiB",
+        "dtype": "float32",
+        "context": 256,
+        "profile": "none",
+        "threads": 1,
+        "invariant": False,
+    }
+    return offload.load(*pair, tree=tree, **{**settings, **options})
 
 
 def requests(sampling: Sampling) -> list[Request]:
     return [Request(ids, sampling, num) for ids, num in zip(PROMPTS, NUM_NEW, strict=True)]
 
 
-def alone(pair: Sequence[Path | None], sampling: Sampling, **more: Any) -> list[list[int]]:
-    with opened(pair, **more) as decoder:
-        how = {"temperature": sampling.temperature, "seed": sampling.seed}
+def alone(pair: Sequence[Path | None], sampling: Sampling, **options: Any) -> list[list[int]]:
+    with opened(pair, **options) as decoder:
+        settings = {"temperature": sampling.temperature, "seed": sampling.seed}
         pairs = zip(PROMPTS, NUM_NEW, strict=True)
-        return [decoder.generate(ids, max_new_tokens=num, **how).token_ids for ids, num in pairs]
+        return [decoder.generate(ids, max_new_tokens=num, **settings).token_ids for ids, num in pairs]
 
 
 def together(decoder: Decoder, asked: Sequence[Request]) -> list[list[int]]:
     """A text that waits begins as soon as another one ends."""
-    waiting, active, found = list(enumerate(asked)), dict[int, Run](), dict[int, list[int]]()
+    waiting, active, result = list(enumerate(asked)), dict[int, Run](), dict[int, list[int]]()
     while waiting or active:
         while waiting and len(active) < decoder.num_parallel:
             index, request = waiting.pop(0)
@@ -52,9 +59,9 @@ def together(decoder: Decoder, asked: Sequence[Request]) -> list[list[int]]:
         advance(decoder, [*active.values()])
         for index in [index for index, run in active.items() if run.is_finished]:
             run = active.pop(index)
-            found[index] = run.result().token_ids
+            result[index] = run.result().token_ids
             decoder.release(run)
-    return [found[index] for index in range(len(asked))]
+    return [result[index] for index in range(len(asked))]
 
 
 TREES = ["none", "dynamic:12x5", "8x3", "chain:4"]
@@ -91,11 +98,11 @@ def test_rules_draw_for_each_text_by_itself(pair: Pair, rule: str) -> None:
 
 def test_bits_do_not_depend_on_who_is_there(pair: Pair) -> None:
     """Layers are streamed and computed in bfloat16, where texts part as soon as a sum is rounded otherwise."""
-    how = {"dtype": "bfloat16", "invariant": True, "ram": streaming_ram(*pair, num_nodes=48) + (8 << 20)}
-    with opened(pair, tree="none", **how) as decoder:
+    options = {"dtype": "bfloat16", "invariant": True, "ram": streaming_ram(*pair, num_nodes=48) + (8 << 20)}
+    with opened(pair, tree="none", **options) as decoder:
         assert decoder.invariance.holds, decoder.invariance.reason
-    wanted = alone(pair, WARM, tree="none", **how)
-    with opened(pair, tree="dynamic:12x5", parallel=3, **how) as decoder:
+    wanted = alone(pair, WARM, tree="none", **options)
+    with opened(pair, tree="dynamic:12x5", parallel=3, **options) as decoder:
         assert together(decoder, requests(WARM)) == wanted
 
 
@@ -152,9 +159,9 @@ def test_candidates_of_all_texts_compete(pair: Pair, monkeypatch: pytest.MonkeyP
         runs = [decoder.start(Request(ids, GREEDY, 12)) for ids in PROMPTS[:4]]
         for _ in range(6):
             advance(decoder, runs)
-    forests = [one for one in seen if len({*one["text"].tolist()}) == 4]
-    sizes = [[int((one["text"] == text).sum()) for text in range(4)] for one in forests]
-    assert any(max(own) >= 2 * min(own) for own in sizes) and all(sum(own) <= 60 for own in sizes)
+    forests = [forest for forest in seen if len({*forest["text"].tolist()}) == 4]
+    sizes = [[int((forest["text"] == text).sum()) for text in range(4)] for forest in forests]
+    assert any(max(size) >= 2 * min(size) for size in sizes) and all(sum(size) <= 60 for size in sizes)
 
 
 LONG, SHORT = list(range(20, 60)), [7, 3, 90]
@@ -170,9 +177,9 @@ def test_all_samples_join_once_the_prompt_is_there(pair: Pair, prompt: list[int]
     """The second pass has all of them; a prompt that no text would copy is not waited for."""
     widths = list[int]()
     with opened(pair, tree="none", parallel=4) as decoder:
-        found = list(write_all(decoder, of_seeds(prompt, 4), lambda runs: widths.append(len(runs))))
+        results = list(write_all(decoder, of_seeds(prompt, 4), lambda runs: widths.append(len(runs))))
     assert widths[:num_lone] == [1] * num_lone and widths[num_lone] == 4
-    assert all(isinstance(one.outcome, Generation) for one in found)
+    assert all(isinstance(job.outcome, Generation) for job in results)
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
@@ -191,7 +198,7 @@ def test_one_that_fails_under_way_fails_alone(pair: Pair, parallel: int, monkeyp
         step, steps, passes = SpeculationStep.step, list[int](), list[int]()
         monkeypatch.setattr(SpeculationStep, "step", lambda *of: steps.append(1) or step(*of))
         finished = write_all(decoder, requests, lambda runs: passes.append(1))
-        outcomes = {one.number: one.outcome for one in finished}
+        outcomes = {job.number: job.outcome for job in finished}
     assert len(steps) == len(passes), "no pass was repeated to see whose error it was"
     assert sorted(outcomes) == [0, 1, 2, 3] and isinstance(outcomes[1], UserError)
     for number in (0, 2, 3):
@@ -253,12 +260,12 @@ def test_a_draft_takes_in_no_more_at_once_than_planned(pair: Pair, monkeypatch: 
     with opened(pair, "dynamic:12x5", parallel=3) as decoder:
         model = decoder.drafter.model  # type: ignore[attr-defined]
 
-        def run(own: TreeModel, token_T: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
-            widths.extend([len(token_T)] if own is model else [])
-            return right(own, token_T, *arguments, **more)
+        def run(draft_model: TreeModel, token_T: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+            widths.extend([len(token_T)] if draft_model is model else [])
+            return right(draft_model, token_T, *arguments, **options)
 
         monkeypatch.setattr(TreeModel, "run", run)
-        assert [one.token_ids for one in decoder.generate(prompts, max_new_tokens=10)] == wanted
+        assert [generation.token_ids for generation in decoder.generate(prompts, max_new_tokens=10)] == wanted
     assert 15 < max(widths) <= 20
 
 

@@ -63,10 +63,10 @@ def decoder() -> Iterator[Decoder]:
 
 def written(
     decoder: Decoder, grammar: Grammar | None, sampling: Sampling = DRAWN["greedy"], *, tree: str = "none",
-    rule: str = "match", num_new: int = NUM_NEW, prompt: Any = PROMPT, **more: Any,
+    rule: str = "match", num_new: int = NUM_NEW, prompt: Any = PROMPT, **options: Any,
 ) -> Generation:  # fmt: skip
-    more |= {"tree": tree, "rule": rule}
-    return finished(decoder.start(Request(prompt, sampling, num_new, grammar=grammar, **more)))
+    options |= {"tree": tree, "rule": rule}
+    return finished(decoder.start(Request(prompt, sampling, num_new, grammar=grammar, **options)))
 
 
 @pytest.mark.parametrize("name", ["object", "regex"])
@@ -76,24 +76,24 @@ def test_half_a_character_of_the_prompt_is_no_part_of_the_answer(decoder: Decode
     day = decoder.tokenizer("日")["input_ids"]
     assert len(day) > 1, "the vocabulary has no such character"
     for half in (day[:1], day[:-1], 3 * day[-1:]):
-        told = written(decoder, GRAMMARS[name], prompt=ids + half)
-        assert "\ufffd" not in told.text
+        generation = written(decoder, GRAMMARS[name], prompt=ids + half)
+        assert "\ufffd" not in generation.text
         wanted = written(decoder, GRAMMARS[name], prompt=ids + half, tree="16x4").text
-        assert told.text == wanted
+        assert generation.text == wanted
         if name == "regex":
-            assert told.text.startswith("def ")
+            assert generation.text.startswith("def ")
         else:
-            assert told.text.lstrip().startswith("{")
+            assert generation.text.lstrip().startswith("{")
 
 
 def test_what_comes_before_a_dead_end_is_text_with_every_tree(decoder: Decoder) -> None:
-    grammar, told = find_grammar(grammar='start: "def f():" x\nx: x'), list[list[int]]()
+    grammar, message = find_grammar(grammar='start: "def f():" x\nx: x'), list[list[int]]()
     for tree in TREES:
         run = decoder.start(Request(PROMPT, Sampling(), 40, grammar=grammar, tree=tree, rule="match"))
         with pytest.raises(UserError, match="cannot be followed any further"):
             finished(run)
-        told.append(run.result().token_ids)
-    assert told[0] and told == [told[0]] * len(TREES)
+        message.append(run.result().token_ids)
+    assert message[0] and message == [message[0]] * len(TREES)
 
 
 def require_person(text: str) -> None:
@@ -120,8 +120,8 @@ def test_rules_with_ratio_tests_keep_it(decoder: Decoder, rule: str) -> None:
     for tree in ("16x4", "chain:4"):
         assert written(decoder, GRAMMARS["schema"], tree=tree, rule=rule).token_ids == alone.token_ids
         for seed in range(2):
-            how = Sampling(temperature=1.5, seed=seed)
-            require_person(written(decoder, GRAMMARS["schema"], how, tree=tree, rule=rule).text)
+            options = Sampling(temperature=1.5, seed=seed)
+            require_person(written(decoder, GRAMMARS["schema"], options, tree=tree, rule=rule).text)
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +175,8 @@ def test_drawn_texts_have_the_masked_targets_law(tiny_decoder: Decoder, law: dic
     counts, num_drawn = Counter[str](), 160
     grammar = find_grammar(regex="[abc]{2}")
     for seed in range(num_drawn):
-        how = Sampling(temperature=WARM, seed=seed)
-        counts[written(tiny_decoder, grammar, how, tree="8x2", rule=rule, num_new=3).text] += 1
+        options = Sampling(temperature=WARM, seed=seed)
+        counts[written(tiny_decoder, grammar, options, tree="8x2", rule=rule, num_new=3).text] += 1
     assert {*counts} <= {*law} and len(law) == 9 and sum(law.values()) == pytest.approx(1)
     assert min(law.values()) * num_drawn > 2
     assert chi_square(counts, law, num_drawn) < 26.1
@@ -202,12 +202,12 @@ def test_a_draft_that_knows_no_allowed_token(tiny_decoder: Decoder, monkeypatch:
     wide, grammar = Draft._as_wide_as_target, Grammar("regex", "[xyz]{9}")
     monkeypatch.setattr(Draft, "_as_wide_as_target", lambda self, logits_WV: wide(self, logits_WV[:, :40]))
     repeats = rule in ("match", "topk")
-    for how in (Sampling(), Sampling(temperature=1.0, seed=1)):
-        alone = written(tiny_decoder, grammar, how, num_new=20, rule=rule)
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=1)):
+        alone = written(tiny_decoder, grammar, sampling, num_new=20, rule=rule)
         for tree in ["8x3", "dynamic:16x4"] if repeats else ["8x3"]:
-            result = written(tiny_decoder, grammar, how, tree=tree, num_new=20, rule=rule)
+            result = written(tiny_decoder, grammar, sampling, tree=tree, num_new=20, rule=rule)
             assert {*result.text} <= {*"xyz"} and len(result.text) == 9
-            if repeats or how.is_greedy:
+            if repeats or sampling.is_greedy:
                 assert result.token_ids == alone.token_ids
 
 
@@ -228,7 +228,7 @@ def breaches(value: Any, schema: dict[str, Any], place: str = "$") -> Iterator[s
     """Return what of a value breaks a schema made of the words above."""
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else types
-    if types and type(value) not in [TYPES[one] for one in types]:
+    if types and type(value) not in [TYPES[kind] for kind in types]:
         yield f"{place} is {value!r}, none of {types}"
         return
     if "enum" in schema and value not in schema["enum"]:
@@ -240,8 +240,8 @@ def breaches(value: Any, schema: dict[str, Any], place: str = "$") -> Iterator[s
     if isinstance(value, list):
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
             yield f"{place} has {len(value)} items"
-        for index, one in enumerate(value):
-            yield from breaches(one, schema["items"], f"{place}[{index}]")
+        for index, entry in enumerate(value):
+            yield from breaches(entry, schema["items"], f"{place}[{index}]")
     if isinstance(value, dict):
         if not {*schema["required"]} <= {*value} <= {*schema["properties"]}:
             yield f"{place} has {[*value]}"
@@ -286,8 +286,13 @@ def test_answers_are_whole_and_valid(chat_decoder: Decoder, name: str) -> None:
     texts = list[str]()
     longest = 0
     for seed in range(num_answers):
-        how: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "seed": seed, "json_schema": schema}
-        answer = chat_decoder.generate(question, **how)
+        options: dict[str, Any] = {
+            "max_new_tokens": NUM_TOKENS,
+            "temperature": 1.0,
+            "seed": seed,
+            "json_schema": schema,
+        }
+        answer = chat_decoder.generate(question, **options)
         assert answer.finish_reason == "stop", f"seed {seed} is cut: {answer.text[-80:]!r}"
         assert [*breaches(json.loads(answer.text), schema)] == [], f"seed {seed}"
         between = re.sub(r'"(?:[^"\\]|\\.)*"', '""', answer.text)

@@ -24,8 +24,8 @@ TREES = ["none", "8x3", "dynamic:16x6", "chain:4"]
 def hf_text(folder: Path, **settings: Any) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids_1T = torch.tensor([PROMPT])
-    how = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0, **settings}
-    return list(model.generate(ids_1T, attention_mask=ids_1T > -1, **how)[0, len(PROMPT) :].tolist())
+    options = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0, **settings}
+    return list(model.generate(ids_1T, attention_mask=ids_1T > -1, **options)[0, len(PROMPT) :].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def decoder(models: Pair) -> Iterator[Decoder]:
-    how: Any = {"context": 160, "dtype": "float32", "threads": 1, "profile": "none", "lookup": False}
-    with offload.load(*models, "1GiB", "16x6", **how) as decoder:
+    options: Any = {"context": 160, "dtype": "float32", "threads": 1, "profile": "none", "lookup": False}
+    with offload.load(*models, "1GiB", "16x6", **options) as decoder:
         yield decoder
 
 

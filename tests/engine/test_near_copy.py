@@ -27,10 +27,10 @@ FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")
 def run(target: Path, draft: str | Path | None, *, temperature: float = 0.0, **options: object) -> SimpleNamespace:
     given = {"tree": TREE if draft else "none", "lookup": False, "profile": "none", "context": CONTEXT, **options}
     with offload.load(str(target), draft and str(draft), **given) as decoder:
-        found = decoder.generate(PROMPT, max_new_tokens=48, temperature=temperature, seed=3)
+        generation = decoder.generate(PROMPT, max_new_tokens=48, temperature=temperature, seed=3)
         held = getattr(getattr(decoder.drafter, "model", None), "held", None)
         return SimpleNamespace(
-            ids=found.token_ids, tokens=found.stats.tokens_per_sweep, plan=decoder.plan,
+            ids=generation.token_ids, tokens=generation.stats.tokens_per_sweep, plan=decoder.plan,
             held_bytes=0 if held is None else held.num_bytes,
         )  # fmt: skip
 
@@ -67,19 +67,19 @@ def test_the_text_is_the_same_with_a_draft_in_fewer_bits(dtype: str, pair: Pair)
 
 def test_a_router_is_no_product_though_it_is_derived_from_one(tmp_path: Path) -> None:
     target, draft = save_pair(config_of("llama4_text"), tmp_path, noise=0.003)
-    alone, held = (run(target, one, draft_dtype=how) for one, how in ((None, None), (draft, "int8")))
+    alone, held = (run(target, beside, draft_dtype=dtype) for beside, dtype in ((None, None), (draft, "int8")))
     assert alone.ids == held.ids
     assert held.held_bytes and held.tokens > 1.2, "a draft whose experts are chosen at random guesses badly"
 
 
-@matrix("how", ["fp8-block", "packed"], daily=1)
-def test_coded_weights_are_rounded_as_well(how: str, pair: Pair, tmp_path: Path) -> None:
+@matrix("recipe", ["fp8-block", "packed"], daily=1)
+def test_coded_weights_are_rounded_as_well(recipe: str, pair: Pair, tmp_path: Path) -> None:
     """A copy of a coded target, and a coded draft: what is held has no words left to expand."""
-    if how == "packed":
+    if recipe == "packed":
         halves = [save(build(FAMILIES["llama"](), seed).bfloat16(), tmp_path / f"half{seed}") for seed in (0, 1)]
         coded = [pack(half, tmp_path / f"packed{half.name}", progress=lambda *_: None).folder for half in halves]
     else:
-        coded = [save_quantised(one, how, tmp_path / one.name).directory for one in pair]
+        coded = [save_quantised(model, recipe, tmp_path / model.name).directory for model in pair]
     alone, copied = (run(coded[0], draft, dtype="float32") for draft in (None, "self:int4"))
     held = run(coded[0], coded[1], draft_dtype="int4", dtype="float32")
     assert alone.ids == copied.ids == held.ids

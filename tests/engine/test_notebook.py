@@ -48,7 +48,9 @@ def test_a_notebook_shows_few_lines_that_say_something(talker: Path) -> None:
             (chat, ("questions asked: 0, told 'Be brief.'", "temperature=0.0")),
             (run, ("0 tokens so far", "not finished")),
         ]
-        seen = [repr(one) for one in (*(one for one, _ in shown), result.stats, result.plan)]
+        seen = [
+            repr(shown_value) for shown_value in (*(shown_value for shown_value, _ in shown), result.stats, result.plan)
+        ]
     for text, (_, words) in zip(seen, shown, strict=False):
         assert all(word in text for word in words), text
     assert f"Stats({len(result.token_ids)} tokens, the first after " in seen[4] and seen[5] in seen[0]
@@ -86,4 +88,6 @@ def test_warnings_at_load_are_notes_and_stderr_stays_the_programs(odd: Path) -> 
     outcome = process(odd, python=("-c", LOADS), is_cold=True)
     assert outcome.code == 0 and outcome.err.splitlines() == ["[transformers] of the program itself"]
     notes = [line for line in outcome.out.splitlines() if line.startswith("transformers: ")]
-    assert len(notes) == 2 and any("eos_token_id" in one for one in notes) and any("strange" in one for one in notes)
+    assert (
+        len(notes) == 2 and any("eos_token_id" in note for note in notes) and any("strange" in note for note in notes)
+    )

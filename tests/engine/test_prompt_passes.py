@@ -39,17 +39,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @contextmanager
 def opened(
-    model: Path, monkeypatch: pytest.MonkeyPatch, link: float, **more: Any
+    model: Path, monkeypatch: pytest.MonkeyPatch, link: float, **options: Any
 ) -> Iterator[tuple[Decoder, list[int]]]:
     """A decoder on a machine with such a link, some layers of which stay; and the rows of each of its passes."""
     monkeypatch.setattr(rates, "link_bytes_per_s", lambda *_, **__: link)
     monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e9)
     monkeypatch.setattr(prompt_rows, "_MOST_MORE", 100.0)  # layers are tiny here, and rows are not
-    how = {"context": CONTEXT, "profile": "none", "threads": 1, "tree": "none", "experts": "layers", **more}
-    sizes = {"context": CONTEXT, "num_nodes": 1, "parallel": how.get("parallel", 1), "experts": "layers"}
+    settings = {"context": CONTEXT, "profile": "none", "threads": 1, "tree": "none", "experts": "layers", **options}
+    sizes = {"context": CONTEXT, "num_nodes": 1, "parallel": settings.get("parallel", 1), "experts": "layers"}
     roomy = plan_memory((open_checkpoint(model), None), ram=1 << 40, dtype="auto", **sizes)
     ram = roomy.fixed_bytes + sum(roomy.layer_bytes) * 3 // 4
-    with offload.load(model, ram=ram, **how) as decoder, monkeypatch.context() as patch:
+    with offload.load(model, ram=ram, **settings) as decoder, monkeypatch.context() as patch:
         assert decoder.plan.is_streamed
         sweep, rows = decoder.target._sweep, list[int]()
 
@@ -67,7 +67,9 @@ def states_after(decoder: Decoder) -> list[torch.Tensor]:
     for _ in run:
         pass
     states = run.sequence.caches.target.states(len(TOKENS))
-    return [one.clone() for held in states.values() for one in held.values()] + [torch.tensor(run.sequence.new_ids)]
+    return [tensor.clone() for held in states.values() for tensor in held.values()] + [
+        torch.tensor(run.sequence.new_ids)
+    ]
 
 
 def test_a_slow_link_takes_a_prompt_in_one_pass_with_the_same_bits(
@@ -78,9 +80,9 @@ def test_a_slow_link_takes_a_prompt_in_one_pass_with_the_same_bits(
         assert decoder.invariance.holds and decoder.plan.max_prompt_rows == PROMPT_ROWS
         assert rows[:4] == [512, 512, 512, 364] and decoder.plan.num_prompt_sweeps(len(TOKENS)) == 4
     with opened(model, monkeypatch, link=1e3) as (decoder, rows):
-        found = states_after(decoder)
+        result = states_after(decoder)
         assert rows[0] == len(TOKENS) and decoder.plan.num_prompt_sweeps(len(TOKENS)) == 1
-    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    assert all(torch.equal(left, other) for left, other in zip(wanted, result, strict=True))
 
 
 def test_several_prompts_share_the_rows_of_a_pass(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +93,8 @@ def test_several_prompts_share_the_rows_of_a_pass(model: Path, monkeypatch: pyte
             while any(run.is_writing for run in runs):
                 tiny.advance(decoder, runs)
             passes.append(([run.sequence.new_ids for run in runs], rows[:3]))
-    (wanted, few), (found, many) = passes
-    assert wanted == found
+    (wanted, few), (result, many) = passes
+    assert wanted == result
     assert few == [512, 512 + 1, 374 + 1 + 1] and many[0] == 1400, "a pass has the roots of those who are taken in"
 
 

@@ -49,8 +49,8 @@ def wanted(pairs: Pairs) -> Wanted:
 
     @functools.cache
     def texts(family: str) -> list[list[int]]:
-        more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
-        with offload.load(pairs(family)[0], None, "4GiB", "none", **more) as alone:
+        extra: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
+        with offload.load(pairs(family)[0], None, "4GiB", "none", **extra) as alone:
             return _texts(alone)
 
     return texts
@@ -61,9 +61,9 @@ def _texts(decoder: Decoder) -> list[list[int]]:
     return [run.token_ids for run in runs]
 
 
-def _options(ranks: str, ram: int | str, **more: Any) -> dict[str, Any]:
+def _options(ranks: str, ram: int | str, **options: Any) -> dict[str, Any]:
     usual: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none", "dtype": "float32"}
-    return {"ram": ram, "ranks": ranks, **usual, **more}
+    return {"ram": ram, "ranks": ranks, **usual, **options}
 
 
 def _streaming(pair: Pair) -> int:
@@ -82,15 +82,15 @@ def test_shards_write_what_one_process_writes(pairs: Pairs, wanted: Wanted, fami
         assert _texts(decoder) == wanted(family)  # nothing of the first is left
 
 
-@matrix("more", [{"tree": TREE}, {"tree": "none"}, {"tree": "8x3", "lookup": True}], daily=1)
-def test_shards_write_several_texts_at_a_time(pairs: Pairs, more: dict[str, Any]) -> None:
+@matrix("extra", [{"tree": TREE}, {"tree": "none"}, {"tree": "8x3", "lookup": True}], daily=1)
+def test_shards_write_several_texts_at_a_time(pairs: Pairs, extra: dict[str, Any]) -> None:
     """Some begin alike, one is long, one is dropped: each is what it is by itself."""
     prompts = [PROMPT, PROMPT[:30], [*PROMPT, 7], PROMPT[::-1], [*PROMPT, 7, 8]]
     usual = {**_options("shards", "4GiB"), "context": 512}
     with rank_threads(1, *pairs("llama"), lambda _: {**usual, "tree": "none"}) as alone:
         wanted = [alone.generate(prompt, max_new_tokens=NUM_NEW).token_ids for prompt in prompts]
         long = alone.generate(PROMPT * 12, max_new_tokens=9).token_ids
-    with rank_threads(2, *pairs("llama"), lambda _: {**usual, **more, "parallel": 3}) as decoder:
+    with rank_threads(2, *pairs("llama"), lambda _: {**usual, **extra, "parallel": 3}) as decoder:
         dropped = decoder.start(offload.Request(PROMPT[5:], max_new_tokens=NUM_NEW))
         next(iter(dropped))
         beside = decoder.start(offload.Request(PROMPT * 12, max_new_tokens=9))
@@ -98,17 +98,17 @@ def test_shards_write_several_texts_at_a_time(pairs: Pairs, more: dict[str, Any]
         assert finished(beside).token_ids == long
         del dropped
         decoder.release(beside)
-        found = in_order(
+        result = in_order(
             decoder, [offload.Request(prompt, max_new_tokens=NUM_NEW) for prompt in [*prompts, PROMPT * 12]]
         )
-        assert [text.token_ids for text in found[:-1]] == wanted and found[-1].token_ids[:9] == long
-        assert max(text.stats.num_kept_tokens for text in found) >= 40, "what texts have in common is copied"
+        assert [text.token_ids for text in result[:-1]] == wanted and result[-1].token_ids[:9] == long
+        assert max(text.stats.num_kept_tokens for text in result) >= 40, "what texts have in common is copied"
 
 
-@matrix("more", [{"tree": "none"}, {"tree": "16x5"}, {"tree": "chain:4"}, {"lookup": True}], daily=1)
-def test_shards_with_other_trees_and_uneven_shares(pairs: Pairs, wanted: Wanted, more: dict[str, Any]) -> None:
+@matrix("extra", [{"tree": "none"}, {"tree": "16x5"}, {"tree": "chain:4"}, {"lookup": True}], daily=1)
+def test_shards_with_other_trees_and_uneven_shares(pairs: Pairs, wanted: Wanted, extra: dict[str, Any]) -> None:
     ram = _streaming(pairs("llama"))
-    with rank_threads(2, *pairs("llama"), lambda rank: _options("shards", ram + rank * 100_000, **more)) as decoder:
+    with rank_threads(2, *pairs("llama"), lambda rank: _options("shards", ram + rank * 100_000, **extra)) as decoder:
         assert _texts(decoder) == wanted("llama")
 
 
@@ -123,13 +123,13 @@ def test_each_rank_reads_and_sends_what_is_planned(
         before = decoder.target.figures()
         stats = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).stats
         after = decoder.target.figures()
-    assert [one.ram_bytes for one in after] == [ram - rank for rank in range(num_ranks)]
+    assert [plan.ram_bytes for plan in after] == [ram - rank for rank in range(num_ranks)]
     assert (after[0].pass_bytes > 0) is is_streamed
     for begun, end in zip(before, after, strict=True):
         num_passes, num_rows = end.num_passes - begun.num_passes, end.num_rows - begun.num_rows
         assert num_passes == stats.num_sweeps + 1 and num_rows > num_passes + len(PROMPT)
         assert end.bytes_streamed - begun.bytes_streamed == end.pass_bytes * num_passes
-        sent = [sum(one.bytes_sent.get(way, 0) for way in ("gather", "broadcast")) for one in (begun, end)]
+        sent = [sum(figures.bytes_sent.get(way, 0) for way in ("gather", "broadcast")) for figures in (begun, end)]
         assert sent[1] - sent[0] == end.row_bytes * num_rows > 0
 
 
@@ -155,8 +155,8 @@ def test_stages_write_what_one_process_writes(
 @matrix("pipeline", ["plain", "sync,rows=12", "async,rows=3,runs=4", "async,cut=0.3/0.4/0.01",
                                       "async,no-cancel", "async,no-continuous"], daily=2)  # fmt: skip
 def test_every_pipeline_writes_the_same(pairs: Pairs, wanted: Wanted, pipeline: str) -> None:
-    how: dict[str, Any] = {"ranks": "stages:0-1,draft:2", "ram": "4GiB", "pipeline": pipeline}
-    with rank_threads(3, *pairs("llama"), lambda _: _options(**how), _random_delays(1)) as decoder:
+    options: dict[str, Any] = {"ranks": "stages:0-1,draft:2", "ram": "4GiB", "pipeline": pipeline}
+    with rank_threads(3, *pairs("llama"), lambda _: _options(**options), _random_delays(1)) as decoder:
         assert _texts(decoder) == wanted("llama")
 
 
@@ -182,14 +182,14 @@ def test_a_text_that_is_broken_off_leaves_the_next_one_right(pairs: Pairs, wante
 def test_texts_of_a_list_are_those_of_one_process(pairs: Pairs, ranks: str) -> None:
     """With a number that no message between ranks could hold, and means all tokens."""
     prompts: Any = [PROMPT, PROMPT[:9], PROMPT[:30]]
-    how: dict[str, Any] = {"max_new_tokens": NUM_NEW, "temperature": 0.8, "top_k": 10**30, "seed": 3}
-    more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
-    with offload.load(pairs("llama")[0], None, "4GiB", "none", **more) as alone:
-        wanted = [run.token_ids for run in alone.generate(prompts, **how)]
+    options: dict[str, Any] = {"max_new_tokens": NUM_NEW, "temperature": 0.8, "top_k": 10**30, "seed": 3}
+    extra: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
+    with offload.load(pairs("llama")[0], None, "4GiB", "none", **extra) as alone:
+        wanted = [run.token_ids for run in alone.generate(prompts, **options)]
     with rank_threads(3, *pairs("llama"), lambda _: _options(ranks, "4GiB")) as decoder:
-        assert [run.token_ids for run in decoder.generate(prompts, **how)] == wanted
+        assert [run.token_ids for run in decoder.generate(prompts, **options)] == wanted
         next(decoder.stream(PROMPT, max_new_tokens=NUM_NEW), None)  # is left where it is
-        assert decoder.generate(PROMPT[:9], **how).token_ids == wanted[1]
+        assert decoder.generate(PROMPT[:9], **options).token_ids == wanted[1]
         if ranks != "shards":
             with pytest.raises(UserError, match="scores need logits: use `ranks` shards"):
                 decoder.score_texts([(PROMPT, 3)])
@@ -199,10 +199,10 @@ def test_ctrl_c_does_not_come_between_a_commit_and_its_order(monkeypatch: pytest
     """Else caches of ranks would differ, and later passes be wrong without a word."""
     monkeypatch.setattr(KVCache, "__init__", lambda *_: None)
     monkeypatch.setattr(KVCache, "commit", lambda *_: signal.raise_signal(signal.SIGINT))
-    told = list[Any]()
+    messages = list[Any]()
     with pytest.raises(KeyboardInterrupt):
-        shards._HeadCache(told.append, 0).commit([0])
-    assert len(told) == 1
+        shards._HeadCache(messages.append, 0).commit([0])
+    assert len(messages) == 1
 
 
 def test_a_conversation_over_stages_reads_what_is_new(pairs: Pairs) -> None:
@@ -213,7 +213,7 @@ def test_a_conversation_over_stages_reads_what_is_new(pairs: Pairs) -> None:
         longer = [*PROMPT[:30], *ids, *PROMPT[30:]]
         result = finished(decoder.run(longer, offload.Sampling(), max_new_tokens=8, continues=True))
         assert result.stats.num_kept_tokens >= 30
-        issued = [num for _, what, _, num in result.stats.runs if what == "issued"]
+        issued = [num for _, event, _, num in result.stats.runs if event == "issued"]
         assert issued[0] <= len(longer) - 30, "the prompt's run has no row that is there"
         assert result.token_ids == decoder.generate(longer, max_new_tokens=8).token_ids
         sequence = decoder.begin(PROMPT, offload.Sampling())
@@ -254,8 +254,8 @@ def test_coded_ranks_meet_and_run_as_stages_only(pairs: Pairs, tmp_path: Path) -
     """Headers that tell of codings are compared as well."""
     target = save_quantised(pairs("llama")[0], "ct-w4", tmp_path / "target").directory
     draft = pairs("llama")[1]
-    more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
-    with offload.load(target, None, "4GiB", "none", **more) as alone:
+    extra: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
+    with offload.load(target, None, "4GiB", "none", **extra) as alone:
         wanted = _texts(alone)
     assert Ranks(2, _script, target, draft, "stages:0-1").reports() == {0: [wanted, "went on"], 1: ["ended with 0"]}
     refused = Ranks(2, _script, target, draft, "shards").reports()[0]
@@ -299,7 +299,7 @@ def _break_down(
 
     names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "MASTER_ADDR": place.address, "MASTER_PORT": place.port}
     os.environ.update({name: str(value) for name, value in names.items()})
-    more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "profile": "none"}
+    extra: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "profile": "none"}
     run, commit = stage._StageService.run, KVCache.commit
     with pytest.MonkeyPatch.context() as patch:
         if place.rank == rank:  # of shards as it commits, of a stage before it computes
@@ -307,7 +307,7 @@ def _break_down(
             if ranks == "shards":
                 patch.setattr(KVCache, "commit", lambda *rows: fail() or commit(*rows))
         try:
-            with offload.load(target, draft, "1GiB", ranks=ranks, **more) as decoder:
+            with offload.load(target, draft, "1GiB", ranks=ranks, **extra) as decoder:
                 for _ in range(2):
                     with pytest.raises(RankError) as failure:
                         decoder.generate(PROMPT, max_new_tokens=NUM_NEW)

@@ -32,10 +32,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """With what the link was measured; it is always as fast."""
-    found = list[dict[str, Any]]()
-    monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda _, **how: found.append(how) or LINK)
+    results = list[dict[str, Any]]()
+    monkeypatch.setattr(
+        "offload.calibration.link.link_bytes_per_s", lambda _, **options: results.append(options) or LINK
+    )
     monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e9)
-    return found
+    return results
 
 
 class Elsewhere(DiskReader):
@@ -56,9 +58,9 @@ RUNS: dict[str, dict[str, Any]] = {
 def plans(pair: tuple[str, str], **options: Any) -> tuple[object, object]:
     if options.get("ram") == 0:
         options["ram"] = streaming_ram(*pair, **TIGHT)
-    how = {"ram": "1GiB", **HOW, **options}
-    planned = estimate(LoadOptions(*pair, **how)).plan
-    with offload.load(*pair, **how) as decoder:
+    settings = {"ram": "1GiB", **HOW, **options}
+    planned = estimate(LoadOptions(*pair, **settings)).plan
+    with offload.load(*pair, **settings) as decoder:
         return planned, decoder.plan
 
 
@@ -71,15 +73,15 @@ def test_a_plan_is_that_of_the_run(name: str, pair: tuple[str, str]) -> None:
 def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: tuple[str, str]) -> None:
     """A plan used to refuse what loads with a smaller tree."""
     options = LoadOptions(*pair, ram=streaming_ram(*pair, **{**TIGHT, "num_nodes": 8}), **HOW)
-    found = estimate(options)
-    assert 1 < found.plan.num_nodes <= 8
+    result = estimate(options)
+    assert 1 < result.plan.num_nodes <= 8
     with pytest.raises(UserError, match="needs"):
         estimate(replace(options, tree="64x16"))
 
 
 def test_what_one_refuses_the_others_refuse(pair: tuple[str, str], tmp_path: Path) -> None:
-    how = {**HOW, "context": 8, "ram": "1GiB", "tree": "64x16"}
-    for ask in (lambda: estimate(LoadOptions(*pair, **how)), lambda: offload.load(*pair, **how)):
+    options = {**HOW, "context": 8, "ram": "1GiB", "tree": "64x16"}
+    for ask in (lambda: estimate(LoadOptions(*pair, **options)), lambda: offload.load(*pair, **options)):
         with pytest.raises(UserError, match=r"the tree is \d+ deep, the context has 8 positions"):
             ask()
     (tmp_path / "text").write_text("word " * 100)
@@ -90,7 +92,7 @@ def test_what_one_refuses_the_others_refuse(pair: tuple[str, str], tmp_path: Pat
 def test_the_link_is_measured_once_as_the_run_will_use_it(pair: tuple[str, str], asked: list[dict[str, Any]]) -> None:
     options = LoadOptions(*pair, ram=streaming_ram(*pair, **TIGHT), link_limit="1MB", **HOW)
     estimate(options)
-    assert [(one["limit_bytes_per_s"], one["open_source"]) for one in asked] == [(1_000_000, DiskReader)]
+    assert [(call["limit_bytes_per_s"], call["open_source"]) for call in asked] == [(1_000_000, DiskReader)]
     resolve(options, open_source=Elsewhere).link(1)
     assert asked[-1]["open_source"] is Elsewhere, "weights that come from elsewhere come at another rate"
 

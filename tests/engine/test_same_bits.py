@@ -42,25 +42,25 @@ def drawn_from() -> Iterator[dict[int, Tensor]]:
         Sampler.draw = draw
 
 
-def write(decoder: Decoder, prompt: Any, sampling: Sampling, tree: str, num_new: int = NUM_NEW, **more: Any) -> Text:
+def write(decoder: Decoder, prompt: Any, sampling: Sampling, tree: str, num_new: int = NUM_NEW, **options: Any) -> Text:
     with drawn_from() as seen:
-        run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree, raw=True, **more)
+        run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree, raw=True, **options)
         list(run)
     start = run.sequence.stats.num_prompt_tokens
     ids = run.result().token_ids
     return ids, [seen[start + index] for index in range(len(ids))]
 
 
-def num_different(one: Text, other: Text) -> int:
+def num_different(first: Text, other: Text) -> int:
     """Numbers whose bits differ, an id that differs counting as one."""
-    assert len(one[0]) == len(other[0]), "texts of different lengths"
-    ids = sum(a != b for a, b in zip(one[0], other[0], strict=True))
-    return ids + sum(int((a != b).sum()) for a, b in zip(one[1], other[1], strict=True))
+    assert len(first[0]) == len(other[0]), "texts of different lengths"
+    ids = sum(a != b for a, b in zip(first[0], other[0], strict=True))
+    return ids + sum(int((a != b).sum()) for a, b in zip(first[1], other[1], strict=True))
 
 
-def open_pair(dtype: str, draft: str = "its draft", **more: Any) -> Decoder:
+def open_pair(dtype: str, draft: str = "its draft", **options: Any) -> Decoder:
     decoder = offload.load(PAIR / "target", DRAFTS[draft], dtype=dtype, tree="64x16", profile="none",
-                           **{"threads": 1, "invariant": True, **more})  # fmt: skip
+                           **{"threads": 1, "invariant": True, **options})  # fmt: skip
     if not decoder.invariance.holds:
         decoder.close()
         pytest.skip(f"this processor: {decoder.invariance.reason}")
@@ -69,7 +69,7 @@ def open_pair(dtype: str, draft: str = "its draft", **more: Any) -> Decoder:
 
 def differences(dtype: str, num_new: int = NUM_NEW, *, drafts: Any = DRAFTS, prompts: Any = PROMPTS) -> dict[str, int]:
     """For every text of a tree the numbers that differ from those of the text without one."""
-    found = {}
+    results = {}
     wanted: dict[tuple[str, float], Text] = {}
     for draft in drafts:
         with open_pair(dtype, draft) as decoder:
@@ -79,20 +79,22 @@ def differences(dtype: str, num_new: int = NUM_NEW, *, drafts: Any = DRAFTS, pro
                     for tree in TREES:
                         text = write(decoder, prompt, sampling, tree, num_new)
                         wanted.setdefault(key, text)
-                        found[f"{draft}, {prompt[:12]!r}, T={temperature:g}, {tree}"] = num_different(text, wanted[key])
-    return found
+                        results[f"{draft}, {prompt[:12]!r}, T={temperature:g}, {tree}"] = num_different(
+                            text, wanted[key]
+                        )
+    return results
 
 
 @pytest.mark.parametrize(("dtype", "drafts"), [("bfloat16", DRAFTS), ("float16", ["its draft"])])
 def test_trees_and_drafts(dtype: str, drafts: Iterable[str]) -> None:
-    found = differences(dtype, drafts=drafts, prompts=PROMPTS[:1])
-    assert found == dict.fromkeys(found, 0)
+    result = differences(dtype, drafts=drafts, prompts=PROMPTS[:1])
+    assert result == dict.fromkeys(result, 0)
 
 
 def test_the_comparison_sees_one_bit() -> None:
     """And a decoder that promises nothing says so; on some processors its bits are the same all the same."""
-    how: dict[str, Any] = {"dtype": "bfloat16", "tree": "none", "threads": 1, "invariant": False}
-    with offload.load(PAIR / "target", PAIR / "draft", **how) as decoder:
+    options: dict[str, Any] = {"dtype": "bfloat16", "tree": "none", "threads": 1, "invariant": False}
+    with offload.load(PAIR / "target", PAIR / "draft", **options) as decoder:
         assert not decoder.invariance.holds
         ids, logits = write(decoder, PROMPT, Sampling(), "none", 8)
     row_V = logits[3].clone()
@@ -105,9 +107,9 @@ def test_budgets_and_threads() -> None:
     with open_pair("bfloat16") as decoder:
         wanted = write(decoder, PROMPT, Sampling(), "none")
         least = decoder.plan.fixed_bytes + 2 * decoder.plan.layer_slot_bytes + (2 << 20)
-    for more in ({"ram": least, "invariant": None}, {"threads": 2}):
-        with open_pair("bfloat16", **more) as decoder:
-            assert not decoder.plan.num_resident or "ram" not in more, "a layer stays"
+    for extra in ({"ram": least, "invariant": None}, {"threads": 2}):
+        with open_pair("bfloat16", **extra) as decoder:
+            assert not decoder.plan.num_resident or "ram" not in extra, "a layer stays"
             assert num_different(write(decoder, PROMPT, Sampling(), "64x16"), wanted) == 0
 
 

@@ -25,20 +25,20 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, save(model, tmp_path_factory.mktemp("target"))
 
 
-def opened(target: Path, **more: object) -> Decoder:
-    how = {"ram": "512MiB", "dtype": "float32", "context": 200, "profile": "none", "threads": 1, "tree": "none"}
-    return offload.load(target, **{**how, **more})  # type: ignore[arg-type]
+def opened(target: Path, **options: object) -> Decoder:
+    settings = {"ram": "512MiB", "dtype": "float32", "context": 200, "profile": "none", "threads": 1, "tree": "none"}
+    return offload.load(target, **{**settings, **options})  # type: ignore[arg-type]
 
 
 def wanted_of(family: str) -> list[tuple[float, bool]]:
-    model, found = build(FAMILIES[family]()).eval(), []
+    model, result = build(FAMILIES[family]()).eval(), []
     for tokens, first in TEXTS:
         with torch.no_grad():
             logits_TV = model(torch.tensor([tokens])).logits[0].float()
         rows = [(logits_TV[at - 1].log_softmax(0), tokens[at]) for at in range(first, len(tokens))]
         best = all(int(row_V.argmax()) == token for row_V, token in rows)
-        found.append((sum(float(row_V[token]) for row_V, token in rows), best))
-    return found
+        result.append((sum(float(row_V[token]) for row_V, token in rows), best))
+    return result
 
 
 def scored(decoder: Decoder, texts: Any, max_rows: int) -> tuple[scoring.Scorer, list[scoring.TextScore]]:
@@ -69,8 +69,8 @@ def test_passes_are_no_larger_than_planned(target: tuple[str, Path]) -> None:
         scores = decoder.score_texts(TEXTS)
         scorer, small = scored(decoder, TEXTS, 30)
     assert scorer.num_passes == 8, "148 rows by 30, 40 of three texts that end apart, and what is short together"
-    for one, other in zip(scores, small, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4) and one[1:] == other[1:]
+    for entry, other in zip(scores, small, strict=True):
+        assert entry.logprob == pytest.approx(other.logprob, abs=1e-4) and entry[1:] == other[1:]
 
 
 def test_tokens_are_told_as_if_each_text_were_alone(target: tuple[str, Path]) -> None:
@@ -86,15 +86,15 @@ def test_tokens_are_told_as_if_each_text_were_alone(target: tuple[str, Path]) ->
 
     with opened(target[1]) as decoder:
         num_alone = 0
-        num_passes, found = told_of(decoder, texts, 40)
-        for text, own in zip(texts, found, strict=True):
+        num_passes, result = told_of(decoder, texts, 40)
+        for text, got in zip(texts, result, strict=True):
             num_own, (alone,) = told_of(decoder, [text], 40)
             num_alone += num_own
-            assert [token.token for token in own.tokens] == text[0][1:]
-            for token, other in zip([*own.tokens, own.likeliest], [*alone.tokens, alone.likeliest], strict=True):
+            assert [token.token for token in got.tokens] == text[0][1:]
+            for token, other in zip([*got.tokens, got.likeliest], [*alone.tokens, alone.likeliest], strict=True):
                 assert token.token == other.token and token.logprob == pytest.approx(other.logprob, abs=1e-4)
                 assert [like for like, _ in token.top] == [like for like, _ in other.top]
-            assert own.likeliest.token == decoder.generate(list(text[0]), max_new_tokens=1).token_ids[0]
+            assert got.likeliest.token == decoder.generate(list(text[0]), max_new_tokens=1).token_ids[0]
     assert num_passes <= 8 and num_alone == 21, (
         "two beginnings, four ends of a beginning, a long end, and what is short"
     )

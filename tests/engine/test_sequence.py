@@ -65,8 +65,8 @@ def test_a_text_follows_what_passes_have_taught(decoder: Decoder, monkeypatch: p
     selector = decoder._trees
     usual = type(selector).for_run
 
-    def for_run(self: Any, *args: Any, num_texts: int = 1, **how: Any) -> Any:
-        return usual(self, *args, **how)._replace(shape=DynamicShape(16 if len(taught) < 2 else 6, 4))
+    def for_run(self: Any, *args: Any, num_texts: int = 1, **options: Any) -> Any:
+        return usual(self, *args, **options)._replace(shape=DynamicShape(16 if len(taught) < 2 else 6, 4))
 
     monkeypatch.setattr(type(selector), "for_run", for_run)
     learn = learning(decoder.threads, lambda observed: taught.append(observed.most_rows))
@@ -133,9 +133,9 @@ def test_a_step_that_was_cut_short_is_run_again(
 @pytest.mark.parametrize("number", [2, 4, 9])
 def test_a_burst_of_which_a_part_was_accepted_is_accepted_anew(decoder: Decoder, number: int) -> None:
     """Cut short between two of its tokens: penalties count what the text has, and nothing twice."""
-    how = {"temperature": 0.8, "seed": 3, "frequency_penalty": 1.5, "repeat_penalty": 1.2}
-    wanted = decoder.generate(PROMPT, max_new_tokens=40, **how).token_ids
-    assert resumed(decoder, SHAPES[0], Penalties, "accept", number, Sampling(**how)) == wanted
+    options = {"temperature": 0.8, "seed": 3, "frequency_penalty": 1.5, "repeat_penalty": 1.2}
+    wanted = decoder.generate(PROMPT, max_new_tokens=40, **options).token_ids
+    assert resumed(decoder, SHAPES[0], Penalties, "accept", number, Sampling(**options)) == wanted
 
 
 @pytest.mark.always

@@ -58,16 +58,16 @@ def test_each_caller_gets_what_it_would_get_alone_and_texts_share_passes(looper:
             alone = engine.figures()
     assert (alone.num_done, alone.num_tokens) == (5, sum(map(len, wanted)))
     assert (alone.num_active, alone.num_waiting) == (0, 0) and alone.num_passes == len(alone.recent) > 0
-    assert alone.moved.num_bytes == sum(one.moved.num_bytes for one in alone.recent) > 0
+    assert alone.moved.num_bytes == sum(recent_pass.moved.num_bytes for recent_pass in alone.recent) > 0
     with shared_by(looper, 3) as engine, ThreadPoolExecutor(5) as pool:
         goner = engine.submit(request(FOR_EVER))
-        found = pool.map(lambda one: engine.submit(request(one[0], **one[1])).result(PATIENCE_S).token_ids, wishes)
+        result = pool.map(lambda wish: engine.submit(request(wish[0], **wish[1])).result(PATIENCE_S).token_ids, wishes)
         next(iter(goner))
         goner.cancel()
-        assert list(found) == wanted
+        assert list(result) == wanted
         shared = engine.figures()
         assert shared.num_passes < alone.num_passes, "texts share passes"
-        assert max(one.num_texts for one in shared.recent) == engine.decoder.num_parallel == 3
+        assert max(recent_pass.num_texts for recent_pass in shared.recent) == engine.decoder.num_parallel == 3
 
 
 def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
@@ -119,8 +119,8 @@ def test_who_has_ended_does_not_wait_for_the_others_next_pass(looper: Path) -> N
 
 @contextmanager
 def shared_by(model: Path, parallel: int) -> Iterator[Engine]:
-    how: Any = {"ram": "512MiB", "context": 256, "threads": 1, "profile": "none", "tree": "8x3"}
-    with offload.load(model, model, parallel=parallel, **how) as decoder, Engine(decoder) as engine:
+    options: Any = {"ram": "512MiB", "context": 256, "threads": 1, "profile": "none", "tree": "8x3"}
+    with offload.load(model, model, parallel=parallel, **options) as decoder, Engine(decoder) as engine:
         yield engine
 
 
@@ -194,13 +194,15 @@ def test_one_that_is_dropped_is_cancelled_though_the_error_of_another_is_kept(
 ) -> None:
     """It knows the calls that it came by: under way, or where a job could not begin."""
     push, begin = TextStream.push, Decoder.begin
-    monkeypatch.setattr(TextStream, "push", lambda one, new: _fail() if "!" in one._stop else push(one, new))
+    monkeypatch.setattr(TextStream, "push", lambda stream, new: _fail() if "!" in stream._stop else push(stream, new))
     with shared_by(looper, 3) as engine:
         failing, other = engine.submit(replace(request(FOR_EVER), stop="!")), engine.submit(request(FOR_EVER))
         with pytest.raises(ZeroDivisionError) as under_way:
             failing.result(PATIENCE_S)
         monkeypatch.setattr(
-            Decoder, "begin", lambda self, *of, **how: _fail() if how["limits"][0] == 7 else begin(self, *of, **how)
+            Decoder,
+            "begin",
+            lambda self, *of, **options: _fail() if options["limits"][0] == 7 else begin(self, *of, **options),
         )
         failing, third = engine.submit(request(7)), engine.submit(request(FOR_EVER))
         with pytest.raises(ZeroDivisionError) as before:

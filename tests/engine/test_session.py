@@ -37,24 +37,24 @@ def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken, score = list[int](), decoder.target.score
 
     def counting(parts: Sequence[BatchPart]) -> Any:
-        taken.append(sum(one.num_pending for one in parts))
+        taken.append(sum(part.num_pending for part in parts))
         return score(parts)
 
     monkeypatch.setattr(decoder.target, "score", counting)
     return taken
 
 
-def lay_down(decoder: Decoder, path: Path, num_new: int = NUM_FIRST, **how: Any) -> list[int]:
+def lay_down(decoder: Decoder, path: Path, num_new: int = NUM_FIRST, **options: Any) -> list[int]:
     """Write a text's beginning and its session: its tokens."""
-    ids = decoder.generate(PROMPT, max_new_tokens=num_new, **how).token_ids
+    ids = decoder.generate(PROMPT, max_new_tokens=num_new, **options).token_ids
     decoder.save_session(path)
     return [*PROMPT, *ids]
 
 
-def gone_on(decoder: Decoder, tokens: list[int], **how: Any) -> Generation:
+def gone_on(decoder: Decoder, tokens: list[int], **options: Any) -> Generation:
     """The rest of a text whose beginning was loaded, or written just before."""
     num_new = NUM_NEW - len(tokens) + len(PROMPT)
-    return finished(decoder.run(tokens, Sampling(**how), max_new_tokens=num_new, continues=True))
+    return finished(decoder.run(tokens, Sampling(**options), max_new_tokens=num_new, continues=True))
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def gone_on(decoder: Decoder, tokens: list[int], **how: Any) -> Generation:
 def test_a_text_goes_on_as_if_it_had_not_stopped(
     family: str, tree: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how = {"temperature": temperature, "seed": 3}
+    options = {"temperature": temperature, "seed": 3}
     with open_pair(family, tmp_path, tree) as decoder:
-        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, **how)
-        first = lay_down(decoder, tmp_path / "text.session", **how)
+        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, **options)
+        first = lay_down(decoder, tmp_path / "text.session", **options)
     with open_pair(family, tmp_path, tree) as decoder:
         session, taken = decoder.load_session(tmp_path / "text.session"), counted(decoder, monkeypatch)
         assert session.tokens == first and session.messages is None
-        result = gone_on(decoder, session.tokens, **how)
+        result = gone_on(decoder, session.tokens, **options)
     assert first + result.token_ids == PROMPT + whole.token_ids
     assert set(taken) == {0} and len(taken) == result.stats.num_sweeps + 1, "no sweep for the prompt"
     assert result.stats.num_kept_tokens == len(session.tokens) - 1
@@ -128,13 +128,16 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    path, told = tmp_path / "text.session", r"cannot write the session to .* \(No space left on device\): name another"
+    path, message = (
+        tmp_path / "text.session",
+        r"cannot write the session to .* \(No space left on device\): name another",
+    )
     with open_pair("llama", tmp_path, "8x3") as decoder:
         lay_down(decoder, path, 2)
         before = path.read_bytes()
         decoder.generate(PROMPT[:-1], max_new_tokens=2)
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             decoder.save_session(path)
         assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
 
@@ -147,8 +150,8 @@ def test_keys_and_values_are_never_said_to_be_of_files_that_came_later(which: st
         for path in sorted(tmp_path.rglob(which)):
             path.with_name("other").write_bytes(path.read_bytes())
             path.with_name("other").replace(path)
-        told = r"of which weights a session would be: .*\.(safetensors|json) changed since the model was opened"
-        with pytest.raises(UserError, match=told):
+        message = r"of which weights a session would be: .*\.(safetensors|json) changed since the model was opened"
+        with pytest.raises(UserError, match=message):
             decoder.save_session(tmp_path / "text.session")
     assert not (tmp_path / "text.session").exists()
 
@@ -180,7 +183,7 @@ SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
 
 
 @pytest.mark.parametrize(
-    ("told", "dtype", "is_taken"),
+    ("words", "dtype", "is_taken"),
     [
         (SAME, "float32", True),
         (SAME, "bfloat16", False),
@@ -192,10 +195,10 @@ SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
     ids=["same", "another type", "other weights", "another sum", "nothing proves it", "no draft"],
 )
 def test_states_are_taken_of_the_same_weights_in_the_same_type(
-    told: ModelIdentity | None, dtype: str, is_taken: bool
+    words: ModelIdentity | None, dtype: str, is_taken: bool
 ) -> None:
     mine: Any = SimpleNamespace(for_part=lambda _: SAME, dtypes={"draft": "float32"})
-    notes = {"draft": json.dumps(told.as_dict()) if told else "", "draft_dtype": dtype}
+    notes = {"draft": json.dumps(words.as_dict()) if words else "", "draft_dtype": dtype}
     assert can_use(mine, "draft", notes) == is_taken
 
 
@@ -233,8 +236,8 @@ def of_another(part: str) -> Callable[[bytes], bytes]:
     """The session of a model that has another such part."""
 
     def change(header: dict[str, Any]) -> None:
-        told = json.loads(header["__metadata__"]["target"])
-        header["__metadata__"]["target"] = json.dumps({**told, part: "0" * 32})
+        reply = json.loads(header["__metadata__"]["target"])
+        header["__metadata__"]["target"] = json.dumps({**reply, part: "0" * 32})
 
     return edited(change)
 

@@ -57,10 +57,10 @@ REFUSED = {
 @pytest.fixture
 def renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedProcess]:
     """One of its own, that gives a template a second at most."""
-    own = GuardedProcess("render", cpu_s=0, wait_s=text._WAIT_S)
-    monkeypatch.setattr(text, "_renderer_of", lambda pid: own)
-    yield own
-    own.end()
+    process = GuardedProcess("render", cpu_s=0, wait_s=text._WAIT_S)
+    monkeypatch.setattr(text, "_renderer_of", lambda pid: process)
+    yield process
+    process.end()
 
 
 def render(template: str, messages: list[Any]) -> str:
@@ -129,11 +129,11 @@ def test_why_it_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    own = GuardedProcess("render", cpu_s=0, wait_s=text._WAIT_S)
+    process = GuardedProcess("render", cpu_s=0, wait_s=text._WAIT_S)
     for _ in range(2):
         with pytest.raises(NotStarted, match=r"does not start: No module named 'transformers\.utils"):
-            own.ask({})
-    assert own._process is None
+            process.ask({})
+    assert process._process is None
     slow = GuardedProcess("render", cpu_s=0, wait_s=0.001)
     with pytest.raises(ProgramExceeded, match=r"does not start within 0\.001 s"):
         slow.ask({})
@@ -157,8 +157,8 @@ def test_an_interrupted_request_leaves_no_answer_behind(
 
 def test_threads_are_given_their_own_answers(renderer: GuardedProcess) -> None:
     with ThreadPoolExecutor(4) as pool:
-        told = pool.map(lambda n: render("{{ messages[0].content }}", [{"content": str(n)}]), range(50))
-        assert list(told) == [str(n) for n in range(50)]
+        message = pool.map(lambda n: render("{{ messages[0].content }}", [{"content": str(n)}]), range(50))
+        assert list(message) == [str(n) for n in range(50)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -218,9 +218,9 @@ TEMPLATES = {
 def test_what_is_written_is_what_transformers_writes(name: str, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, chat_template=TEMPLATES[name])
     said = [{"role": "user", "content": "é hi", "name": None}, {"role": "assistant", "content": "x", "thinking": "why"}]
-    for how in ({}, {"add_generation_prompt": True}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
-        theirs = tokenizer.apply_chat_template(said, tokenize=False, **how)
-        assert render_chat(tokenizer, said, **how) == theirs
+    for settings in ({}, {"add_generation_prompt": True}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
+        theirs = tokenizer.apply_chat_template(said, tokenize=False, **settings)
+        assert render_chat(tokenizer, said, **settings) == theirs
     ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
     assert encode_messages(tokenizer, said) == list(ids)
 

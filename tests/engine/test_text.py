@@ -123,7 +123,7 @@ def test_spaces_between_prompt_and_text_are_kept_and_not_taken_back(
 
 def metaspace() -> PreTrainedTokenizerFast:
     """As T5's: the first token of a text loses its space."""
-    words = ["<s>", *(f"\u2581{one}" for one in "abcde"), *"fghij", "\u2581"]
+    words = ["<s>", *(f"\u2581{letter}" for letter in "abcde"), *"fghij", "\u2581"]
     raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<s>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
@@ -172,9 +172,9 @@ def test_a_long_text_is_that_of_all_its_tokens_decoded_at_once(
     wanted = [whole.push(burst) for burst in bursts]
     monkeypatch.setattr("offload.engine.text_stream._MOST_TOKENS", rng.choice([8, 20, 64]))
     stream = TextStream(tokenizer, prompt, stops)
-    for burst, one in zip(bursts, wanted, strict=True):
-        assert stream.push(burst) == one
-        if one[1]:
+    for burst, piece in zip(bursts, wanted, strict=True):
+        assert stream.push(burst) == piece
+        if piece[1]:
             break
         assert stream.whole().startswith(stream.text)
     assert (stream.tokens, stream.text) == (whole.tokens[: len(stream.tokens)], whole.text[: len(stream.text)])
@@ -207,16 +207,16 @@ TEXT = "the then the EN the END of 日本 ENDS the!"
 @matrix("seed", range(10), daily=1)
 def test_stops_do_not_depend_on_how_tokens_arrive(name: str, seed: int, tokenizer: PreTrainedTokenizerFast) -> None:
     rng, tokens = np.random.default_rng(seed), ids_of(tokenizer, TEXT)
-    one = TextStream(tokenizer, ids_of(tokenizer, "a"), STOPS[name])
+    single = TextStream(tokenizer, ids_of(tokenizer, "a"), STOPS[name])
     many = TextStream(tokenizer, ids_of(tokenizer, "a"), STOPS[name])
-    pieces, has_stopped = stream_to_end(one, [[token] for token in tokens])
+    pieces, has_stopped = stream_to_end(single, [[token] for token in tokens])
     assert has_stopped
     assert stream_to_end(many, bursts_of(tokens, rng))[1]
-    assert "".join(pieces) == one.text == many.text
-    assert one.tokens == many.tokens
+    assert "".join(pieces) == single.text == many.text
+    assert single.tokens == many.tokens
     first = min(TEXT.find(stop) + len(stop) for stop in STOPS[name])
-    assert one.text == TEXT[: min(TEXT.find(stop) for stop in STOPS[name] if stop in TEXT[:first])]
-    assert len(one.tokens) == len(ids_of(tokenizer, TEXT[:first])), "what came later was accepted in vain"
+    assert single.text == TEXT[: min(TEXT.find(stop) for stop in STOPS[name] if stop in TEXT[:first])]
+    assert len(single.tokens) == len(ids_of(tokenizer, TEXT[:first])), "what came later was accepted in vain"
 
 
 @pytest.mark.parametrize("sizes", [[1] * 7, [2, 5], [7]], ids=str)
@@ -269,13 +269,13 @@ QUOTED = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}<bot>"
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "words"),
     [(PARTS, '<user>say "hi"<bot>'), (STRICT_PARTS, 'TEXT<user>say "hi"<bot>'), (QUOTED, '"say \\"hi\\""<bot>')],
 )
-def test_templates_of_models_that_also_see(template: str, told: str, tmp_path: Path) -> None:
+def test_templates_of_models_that_also_see(template: str, words: str, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, chat_template=template)
-    assert tokenizer.decode(encode_prompt(tokenizer, 'say "hi"')) == told
-    assert tokenizer.decode(encode_messages(tokenizer, [{"role": "user", "content": 'say "hi"'}])) == told
+    assert tokenizer.decode(encode_prompt(tokenizer, 'say "hi"')) == words
+    assert tokenizer.decode(encode_messages(tokenizer, [{"role": "user", "content": 'say "hi"'}])) == words
 
 
 def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
@@ -371,7 +371,7 @@ SAMPLES = ["é", "日", "😀", "a", "日本", "\ufffd"]
 def drawn_bytes(rng: random.Random, num: int) -> bytes:
     """Characters, half ones, and bytes that begin none."""
     raw = [rng.choice(SAMPLES).encode() for _ in range(num)]
-    return b"".join(one[rng.choice([0, 0, 1]) : rng.choice([2, 9])] for one in raw)
+    return b"".join(character[rng.choice([0, 0, 1]) : rng.choice([2, 9])] for character in raw)
 
 
 @pytest.mark.parametrize("is_fallback", [True, False])
@@ -383,7 +383,7 @@ def test_a_character_that_the_prompt_begins_is_new_text_once_it_is_whole(
     rng = random.Random(seed)
     tokenizer = byte_fallback() if is_fallback else save_tokenizer(tmp_path)
     before, after = drawn_bytes(rng, rng.randrange(4)), drawn_bytes(rng, 5)
-    names = {b: f"<0x{b:02X}>" if is_fallback else one for b, one in bytes_to_unicode().items()}
+    names = {b: f"<0x{b:02X}>" if is_fallback else value for b, value in bytes_to_unicode().items()}
     id_of = {byte: token for byte, name in names.items() if (token := tokenizer.get_vocab().get(name)) is not None}
     before, after = (bytes(byte for byte in raw if byte in id_of) for raw in (before, after))
     begun = codecs.getincrementaldecoder("utf-8")(errors="replace")

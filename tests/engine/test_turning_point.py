@@ -62,8 +62,8 @@ def test_texts_are_the_targets_on_both_sides(
         assert any(f"beyond {TURN} tokens is read anew once" in note for note in decoder.notes)
         _take_in_by_parts(decoder)
         for _ in range(2):
-            found = decoder.generate([*PROMPTS.values()], max_new_tokens=NUM_NEW)
-            assert [one.token_ids for one in found] == [*texts.values()]
+            outcome = decoder.generate([*PROMPTS.values()], max_new_tokens=NUM_NEW)
+            assert [generation.token_ids for generation in outcome] == [*texts.values()]
 
 
 def test_a_text_that_is_gone_on_with_keeps_what_fits(folder: Path, texts: dict[int, list[int]], tmp_path: Path) -> None:
@@ -89,12 +89,12 @@ def test_a_text_that_is_gone_on_with_keeps_what_fits(folder: Path, texts: dict[i
 
 
 def test_sampled_texts_are_those_without_a_tree(folder: Path) -> None:
-    found = set()
+    seen = set()
     for tree in ("none", "chain:8", "64x16"):
         with offload.load(folder, folder, **LOAD, tree=tree) as decoder:
             result = decoder.generate(PROMPTS[40], max_new_tokens=NUM_NEW, temperature=1.0, seed=3)
-            found.add(tuple(result.token_ids))
-    assert len(found) == 1 and len(next(iter(found))) == NUM_NEW
+            seen.add(tuple(result.token_ids))
+    assert len(seen) == 1 and len(next(iter(seen))) == NUM_NEW
 
 
 def test_what_is_not_done_beyond_it_is_refused_with_figures(folder: Path) -> None:

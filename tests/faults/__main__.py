@@ -109,10 +109,12 @@ def _kinds(trial: Trial, given: argparse.Namespace) -> Iterator[Kind]:
     for fault in FAULTS:
         numbers = partial(trial.numbers, fault, every=given.every)
         yield Kind((*CALLS, "any")[fault.call], fault.name, numbers, partial(trial.strike, fault))
-    for how, file in product(DAMAGES, trial.scene.reads):
-        yield Kind("damage", f"{how} {file}", partial(trial.numbers, STOP), partial(trial.damage, Damage(how, file)))
-    for what, most in LIMITS.items():
-        yield Kind("limit", what, lambda most=most: most, lambda number, what=what: trial.limit(**{what: number}))
+    for options, file in product(DAMAGES, trial.scene.reads):
+        yield Kind(
+            "damage", f"{options} {file}", partial(trial.numbers, STOP), partial(trial.damage, Damage(options, file))
+        )
+    for value, most in LIMITS.items():
+        yield Kind("limit", value, lambda most=most: most, lambda number, given=value: trial.limit(**{given: number}))
     chance = random.Random(f"{given.seed}/{trial.scene.name}")
     for name, signals in MOMENTS.items():
         yield Kind("moment", name, partial(trial.moments, chance, NUM_MOMENTS), partial(_interrupted, trial, signals))

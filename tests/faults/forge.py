@@ -60,10 +60,10 @@ class Forge:
         self._warm = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, bufsize=1)
 
     def run(
-        self, argv: Sequence[object], fault: Fault | None = None, at: int = 1, *, stdin: str = "", **how: object
+        self, argv: Sequence[object], fault: Fault | None = None, at: int = 1, *, stdin: str = "", **options: object
     ) -> Ended:
         """A command under a fault at the so-many-th call; `how` else as in `_USUAL`."""
-        assert how.keys() <= _USUAL.keys(), how
+        assert options.keys() <= _USUAL.keys(), options
         self._told.unlink(missing_ok=True)
         (self._place / "in").write_text(stdin)
         case = {
@@ -73,7 +73,7 @@ class Forge:
             "place": str(self._place),
             "environment": self._own(),
         }
-        ended = self._ask({**case, **_USUAL, **how})
+        ended = self._ask({**case, **_USUAL, **options})
         out, err = ((self._place / name).read_bytes().decode(errors="replace") for name in ("out", "err"))
         return Ended(out=out, err=err, replies=self._replies(), **ended)
 
@@ -112,15 +112,15 @@ class Forge:
 
     def sites(self) -> dict[int, list[list[int]]]:
         """Return, for the run that was recorded last, by kind, the numbers of calls that come from the same place."""
-        found: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
+        mapping: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
         for entry in (self._place / "calls").read_text(errors="replace").split("@ ")[1:]:
             head, _, trace = entry.partition("\n")
             call, number, of_any = map(int, head.split())
-            numbers, all_numbers = found.setdefault((call, trace or str(number)), ([], []))
+            numbers, all_numbers = mapping.setdefault((call, trace or str(number)), ([], []))
             numbers.append(number)
             all_numbers += [of_any] if of_any else []
         by_call: dict[int, list[list[int]]] = {}
-        for (call, _), (numbers, all_numbers) in found.items():
+        for (call, _), (numbers, all_numbers) in mapping.items():
             by_call.setdefault(call, []).append(numbers)
             by_call.setdefault(ANY, []).append(all_numbers)
         return by_call
@@ -135,9 +135,9 @@ class Forge:
     def _own(self) -> dict[str, str]:
         return {"XDG_CACHE_HOME": f"{self.root}/cache", "XDG_CONFIG_HOME": f"{self.root}/config"}
 
-    def _ask(self, what: Mapping[str, Any]) -> Any:
+    def _ask(self, wish: Mapping[str, Any]) -> Any:
         assert self._warm.stdin is not None and self._warm.stdout is not None
-        self._warm.stdin.write(json.dumps(what) + "\n")
+        self._warm.stdin.write(json.dumps(wish) + "\n")
         return json.loads(self._warm.stdout.readline())
 
     def _replies(self) -> tuple[str, ...]:

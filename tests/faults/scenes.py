@@ -117,9 +117,9 @@ def prepare(root: Path) -> None:
 def prepare_more(forge: Forge) -> None:
     """What earlier commands have left: a session, a store, a packed model, and results of which one is cut."""
     root = forge.root
-    found = {scene.name: scene for scene in scenes(root)}
+    by_name = {scene.name: scene for scene in scenes(root)}
     for name in ("session, new", "batch", "datastore build", "pack"):
-        ended = forge.run(found[name].argv)
+        ended = forge.run(by_name[name].argv)
         assert ended.code == 0, f"{name}: {ended.err}"
     for made in ("text", "store", "packed"):
         (root / "out" / made).rename(root / made)

@@ -37,7 +37,7 @@ def trial_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrialOf]:
     forge = Forge(folder)
     prepare(forge.root)
     restore(folder / "pristine", forge.root)
-    by_name = {one.name: one for one in scenes(forge.root)}
+    by_name = {scene.name: scene for scene in scenes(forge.root)}
     yield cache(lambda name: Trial(forge, by_name[name], folder / "pristine"))
     forge.close()
 
@@ -73,9 +73,9 @@ def test_the_shim_strikes_where_it_is_told(trial_of: TrialOf) -> None:
 
 @pytest.mark.full
 @has_shim
-@pytest.mark.parametrize("how", ["cut", "overwrite"])
-def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trial_of: TrialOf) -> None:
-    ends = list(damaged(trial_of("session, new"), how))
+@pytest.mark.parametrize("damage", ["cut", "overwrite"])
+def test_a_shard_damaged_while_it_is_read_never_gives_other_text(damage: str, trial_of: TrialOf) -> None:
+    ends = list(damaged(trial_of("session, new"), damage))
     assert not any(verdict.breaches for verdict in ends), ends
     assert "exit 1" in {verdict.end for verdict in ends}, "none of them came in time to matter"
 
@@ -91,10 +91,10 @@ def test_other_weights_show_in_the_text_where_nobody_looks_after_files(trial_of:
     raise AssertionError(seen)
 
 
-def damaged(trial: Trial, how: str, **more: bool) -> Iterator[Verdict]:
+def damaged(trial: Trial, kind: str, **options: bool) -> Iterator[Verdict]:
     """A shard of the target at moments from the end on; which are those of the text depends on the machine."""
-    damage, numbers = Damage(how, "target/model-00003-of-00005.safetensors"), trial.numbers(STOP, every=True)
-    yield from (trial.damage(damage, numbers[len(numbers) * part // 32], **more)[0] for part in range(31, 15, -2))
+    damage, numbers = Damage(kind, "target/model-00003-of-00005.safetensors"), trial.numbers(STOP, every=True)
+    yield from (trial.damage(damage, numbers[len(numbers) * part // 32], **options)[0] for part in range(31, 15, -2))
 
 
 def reply(text: str, *, end: str = "[DONE]") -> str:
@@ -123,10 +123,10 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
 }
 
 
-@pytest.mark.parametrize("told", PLANTED)
-def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", PLANTED)
+def test_a_planted_breach_shows(words: str, tmp_path: Path) -> None:
     whole = Ended(0, "Hello", "", 0.1, False, replies=(reply("Hello"),))
-    changes, files = PLANTED[told]
+    changes, files = PLANTED[words]
     (tmp_path / "kept").write_bytes(b"as it was")
     before = contents(tmp_path)
     reference = Reference(whole, {**before, "out": b"whole"})
@@ -139,10 +139,10 @@ def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
     verdict = judged(
         forge, Scene("some", (), stays=("half",)), [reference], Circumstances(before), whole._replace(**changes)
     )
-    assert verdict.end == "BREACH" and any(breach.startswith(told) for breach in verdict.breaches), verdict
+    assert verdict.end == "BREACH" and any(breach.startswith(words) for breach in verdict.breaches), verdict
 
 
 def test_other_tokens_show() -> None:
-    one, two = (Ended(0, json.dumps({"token_ids": ids}), "", 0.1, False) for ids in ([1], [1, 2]))
-    assert of_ids(two, two, True) == of_ids(two, one, False) == []
-    assert of_ids(two, one, True) and of_ids(one, two, False) and of_ids(two, two._replace(out='{"token'), True)
+    first, two = (Ended(0, json.dumps({"token_ids": ids}), "", 0.1, False) for ids in ([1], [1, 2]))
+    assert of_ids(two, two, True) == of_ids(two, first, False) == []
+    assert of_ids(two, first, True) and of_ids(first, two, False) and of_ids(two, two._replace(out='{"token'), True)

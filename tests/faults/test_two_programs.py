@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def together(*arguments: object) -> list[Outcome]:
     """Twice at once; each has ended well or said in one line why not, and one of them has ended well."""
     running = [start(*arguments) for _ in range(TWICE)]
-    ends = [(one.communicate(timeout=200), one.returncode) for one in running]
+    ends = [(process.communicate(timeout=200), process.returncode) for process in running]
     outcomes = [Outcome(code, out.decode(), err.decode()) for (out, err), code in ends]
     assert all(is_told(outcome) for outcome in outcomes) and 0 in {outcome.code for outcome in outcomes}, outcomes
     return outcomes
@@ -69,8 +69,8 @@ def test_two_texts_in_one_session(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("what", ["pack", "generate"])
-def test_a_full_file_system(what: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["pack", "generate"])
+def test_a_full_file_system(task: str, model: Path, tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=8k full {tmp_path}"
     tool = shutil.which("unshare")
     if tool is None or subprocess.run([tool, "-rm", "sh", "-c", mount], capture_output=True).returncode != 0:
@@ -79,7 +79,7 @@ def test_a_full_file_system(what: str, model: Path, tmp_path: Path) -> None:
         "pack": ("pack", "-m", model.with_name("plain"), "--out", tmp_path / "made", "-q"),
         "generate": ("generate", "-m", model, *SMALL, "-p", "Say:", "--session", tmp_path / "made"),
     }
-    command = [sys.executable, "-m", "offload", *map(str, commands[what])]
+    command = [sys.executable, "-m", "offload", *map(str, commands[task])]
     script = f'{mount} && "$@"; code=$?; ls -A {tmp_path} | tr "\\n" " "; exit $code'
     ended = subprocess.run([tool, "-rm", "sh", "-c", script, "sh", *command], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode in (1, 2) and is_told(Outcome(ended.returncode, "", ended.stderr)), ended

@@ -19,7 +19,7 @@ _SLOWER = 1.3  # than in a process that has done it before
 class Damage(NamedTuple):
     """What happens to a file below the root while the command is stopped."""
 
-    how: str  # cut, replace, delete or overwrite
+    kind: str  # cut, replace, delete or overwrite
     file: str
 
 
@@ -89,8 +89,8 @@ class Trial:
         return [] if ended.code else [Reference(ended, contents(self._forge.root))]
 
     def _meanwhile(self, damage: Damage) -> list[object]:
-        return [damage.how, str(self._forge.root / damage.file)]
+        return [damage.kind, str(self._forge.root / damage.file)]
 
-    def _run(self, fault: Fault | None = None, at: int = 1, **how: object) -> Ended:
+    def _run(self, fault: Fault | None = None, at: int = 1, **options: object) -> Ended:
         restore(self._forge.root, self._pristine)
-        return self._forge.run(self.scene.argv, fault, at, **self._own, **how)  # type: ignore[arg-type]
+        return self._forge.run(self.scene.argv, fault, at, **self._own, **options)  # type: ignore[arg-type]

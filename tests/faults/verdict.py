@@ -49,20 +49,20 @@ def contents(root: Path) -> Files:
 
     A kept sum is called what it says: its name tells times and places of files, which every copy has of its own.
     """
-    found = Files()
+    result = Files()
     for path in sorted(root.rglob("*")):
         name, data = str(path.relative_to(root)), path.read_bytes() if path.is_file() else b""
         is_sum = path.parent == root / _SUMS and re.fullmatch(r"\d+-[0-9a-f]+", path.name)
-        found[f"{_SUMS}/{data.decode(errors='replace')}" if is_sum else name] = data
-    return found
+        result[f"{_SUMS}/{data.decode(errors='replace')}" if is_sum else name] = data
+    return result
 
 
 def judged(forge: Forge, scene: Scene, references: Sequence[Reference], around: Circumstances, ended: Ended) -> Verdict:
     """Whether one of the references allows that end; the next run is tried where files are not what they were."""
     after, before = around.unchanged(contents(forge.root)), around.unchanged(around.before)
-    own = [reference._replace(files=around.unchanged(reference.files)) for reference in references]
-    breaches = min((_breaches(scene, one, around, before, after, ended) for one in own), key=len)
-    if after != before and not _are_same(scene, after, own[0].files) and not breaches:
+    items = [reference._replace(files=around.unchanged(reference.files)) for reference in references]
+    breaches = min((_breaches(scene, result, around, before, after, ended) for result in items), key=len)
+    if after != before and not _are_same(scene, after, items[0].files) and not breaches:
         breaches = _of_next_run(forge, scene, references[0], around)
     end = "survived" if ended.code == 0 else f"exit {ended.code}"
     if not ended.is_struck:
@@ -79,7 +79,7 @@ def _breaches(
     if is_whole:
         missing = [name for name in sorted(wanted) if not _is_same(scene, after, wanted, name)]
         breaches += [f"exit 0 without {name}" for name in missing if name in after or not name.startswith(_SUMS)]
-    return breaches + [f"{name}: {what}" for name, what in _of_files(scene, wanted, before, after)]
+    return breaches + [f"{name}: {breach}" for name, breach in _of_files(scene, wanted, before, after)]
 
 
 def _of_exit(scene: Scene, ended: Ended) -> list[str]:
@@ -88,12 +88,12 @@ def _of_exit(scene: Scene, ended: Ended) -> list[str]:
     breaches, lines = [] if ended.code in _ENDED_BY else [f"exit code {ended.code}"], ended.err.splitlines()
     if "Traceback" in ended.err or "Exception ignored" in ended.err:
         breaches.append(f"traceback: {lines[-1]}")
-    own = [line for line in lines if not line.startswith("transformers: ")]
-    is_told = all(line.startswith("offload: ") and len(line) <= _MOST_CHARS for line in own)
+    items = [line for line in lines if not line.startswith("transformers: ")]
+    is_told = all(line.startswith("offload: ") and len(line) <= _MOST_CHARS for line in items)
     goes_on = scene.stdin or scene.visits
     num_told = range(9) if goes_on else (0,) if ended.code == 0 else (1,)  # a conversation goes on behind an error
-    if ended.code in (0, 1, 2) and not (is_told and len(own) in num_told):
-        breaches.append(f"exit {ended.code} with {len(own)} lines: {ended.err[-300:]!r}")
+    if ended.code in (0, 1, 2) and not (is_told and len(items) in num_told):
+        breaches.append(f"exit {ended.code} with {len(items)} lines: {ended.err[-300:]!r}")
     return breaches
 
 
@@ -111,7 +111,7 @@ def _of_text(scene: Scene, wanted: Ended, ended: Ended, is_whole: bool) -> list[
 def of_ids(wanted: Ended, ended: Ended, is_whole: bool) -> list[str]:
     """Return this for tokens, in JSON beside what tells times."""
     try:
-        ids, wanted_ids = (json.loads(one.out)["token_ids"] for one in (ended, wanted))
+        ids, wanted_ids = (json.loads(outcome.out)["token_ids"] for outcome in (ended, wanted))
     except (ValueError, KeyError):
         return [f"exit 0 with {ended.out!r}"] if is_whole else []
     is_right = ids == wanted_ids or (not is_whole and ids == wanted_ids[: len(ids)])
@@ -196,4 +196,4 @@ def _of_next_run(forge: Forge, scene: Scene, reference: Reference, around: Circu
         return []
     said = [*_of_text(scene, reference.ended, ended, True), *_of_replies(reference.ended.replies, ended.replies, True)]
     is_same = around.changed or _are_same(scene, contents(forge.root), reference.files)
-    return [f"the next run: {one}" for one in [*said, *([] if is_same else ["it leaves other files"])]]
+    return [f"the next run: {breach}" for breach in [*said, *([] if is_same else ["it leaves other files"])]]

@@ -13,12 +13,12 @@ from pathlib import Path
 _ASK_S, _LOADING, _SILENCE_S = 0.2, b"HTTP/1.1 503", 20
 
 
-def visit(port: int, requests: Sequence[str], process: int, told: Path) -> None:
+def visit(port: int, requests: Sequence[str], process: int, path: Path) -> None:
     """Writes down each reply as it has come, for the server may be gone before the next."""
     replies: list[str] = []
     for request in requests:
         replies.append(_reply(port, request.encode()))
-        told.write_text(json.dumps(replies))
+        path.write_text(json.dumps(replies))
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGTERM)
 

@@ -41,12 +41,12 @@ def main() -> None:
             _become(case, place, shim)
             return  # as the interpreter ends: what it prints then counts, too
         visitor = _visitor(case, process, place) if case["visits"] else 0
-        told = _rehearse(case, place) if case["is_rehearsal"] else _watched(case, process)
+        message = _rehearse(case, place) if case["is_rehearsal"] else _watched(case, process)
         if visitor:
             time.sleep(_WRITING_S)
             os.kill(visitor, signal.SIGKILL)
             os.waitpid(visitor, 0)
-        answers.write(json.dumps(told | {"is_struck": bool(mark[0])}) + "\n")
+        answers.write(json.dumps(message | {"is_struck": bool(mark[0])}) + "\n")
 
 
 def _rehearse(case: dict[str, Any], place: Path) -> dict[str, Any]:
@@ -140,16 +140,16 @@ def _watched(case: dict[str, Any], process: int) -> dict[str, Any]:
     return {"code": code, "seconds": time.monotonic() - begun, "is_hung": is_hung}
 
 
-def _damage(what: list[str]) -> None:
+def _damage(wish: list[str]) -> None:
     """`cut`, `replace`, `delete` or `overwrite` a file; other numbers are as good as those that were there."""
-    if not what:
+    if not wish:
         return
-    how, path = what[0], Path(what[1])
-    if how == "cut":
+    options, path = wish[0], Path(wish[1])
+    if options == "cut":
         os.truncate(path, path.stat().st_size // 2)
-    elif how == "delete":
+    elif options == "delete":
         path.unlink()
-    elif how == "replace":
+    elif options == "replace":
         path.with_name("other").write_bytes(_other(path.read_bytes()))
         path.with_name("other").replace(path)
     else:

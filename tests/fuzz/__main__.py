@@ -80,11 +80,11 @@ def _prepare_process(scratch: Path) -> None:
 def _targets(wanted: Sequence[str] | None) -> list[Target]:
     """Those wanted of the files in targets/, whose names begin like their files; by default all but the planted."""
     stems = sorted(file.stem for file in (HERE / "targets").glob("*.py"))
-    found, wishes = list[Target](), wanted or [stem for stem in stems if stem != "planted"]
+    result, wishes = list[Target](), wanted or [stem for stem in stems if stem != "planted"]
     for stem in stems:
         if any(wish.partition("/")[0] == stem for wish in wishes):
-            found += importlib.import_module(f"targets.{stem}").TARGETS
-    chosen = [target for target in found if any(f"{target.name}/".startswith(f"{wish}/") for wish in wishes)]
+            result += importlib.import_module(f"targets.{stem}").TARGETS
+    chosen = [target for target in result if any(f"{target.name}/".startswith(f"{wish}/") for wish in wishes)]
     if not chosen:
         sys.exit(f"no such target: {', '.join(stems)} are there, or /NAME behind one")
     return chosen

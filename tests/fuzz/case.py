@@ -55,9 +55,9 @@ class Case(NamedTuple):
         rng, done = random.Random(self.name), list[str]()
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             pattern = rng.choice(sorted(self.target.files))
-            found = sorted(path for path in folder.glob(pattern) if _is_plain(path))
-            if found:
-                path = rng.choice(found)
+            result = sorted(path for path in folder.glob(pattern) if _is_plain(path))
+            if result:
+                path = rng.choice(result)
                 done.append(
                     f"{path.relative_to(folder)}: {_damaged(rng.choice(self.target.files[pattern]), path, rng)}"
                 )

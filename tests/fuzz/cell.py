@@ -224,12 +224,12 @@ def _resident_bytes() -> int:
 
 def _listing(folder: Path, ignored: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
     """What would show that something below a folder was changed."""
-    found = dict[str, tuple[int, int, int]]()
+    results = dict[str, tuple[int, int, int]]()
     for path in folder.rglob("*"):
         if not any(path.match(pattern) for pattern in ignored):
             status = path.lstat()
-            found[str(path)] = (status.st_mode, status.st_ino, 0 if path.is_dir() else status.st_mtime_ns)
-    return found
+            results[str(path)] = (status.st_mode, status.st_ino, 0 if path.is_dir() else status.st_mtime_ns)
+    return results
 
 
 def _remove(folder: Path) -> None:

@@ -52,19 +52,19 @@ def piece(path: Path, rng: random.Random) -> str:
     """A piece is repeated, inserted elsewhere, exchanged or overwritten."""
     raw = path.read_bytes()
     lo, size = rng.randrange(len(raw) + 1), rng.choice((1, 2, 4, 8, 16, 256, 4096))
-    at, what = rng.randrange(len(raw) + 1), raw[lo : lo + size]
-    how = rng.choice(("repeat", "insert", "over", "noise", "zero", "tail"))
-    if how == "repeat":
-        raw = raw[:lo] + what * rng.choice((2, 3, 1000)) + raw[lo + size :]
-    elif how == "insert":
-        raw = raw[:at] + what + raw[at:]
-    elif how == "tail":
+    at, middle = rng.randrange(len(raw) + 1), raw[lo : lo + size]
+    options = rng.choice(("repeat", "insert", "over", "noise", "zero", "tail"))
+    if options == "repeat":
+        raw = raw[:lo] + middle * rng.choice((2, 3, 1000)) + raw[lo + size :]
+    elif options == "insert":
+        raw = raw[:at] + middle + raw[at:]
+    elif options == "tail":
         raw = raw + rng.choice((b"\0", b" ", b"\n", b"}", b"x" * 5000, rng.randbytes(64)))
     else:
-        what = {"over": what, "noise": rng.randbytes(len(what)), "zero": bytes(len(what))}[how]
-        raw = raw[:at] + what + raw[at + len(what) :]
+        middle = {"over": middle, "noise": rng.randbytes(len(middle)), "zero": bytes(len(middle))}[options]
+        raw = raw[:at] + middle + raw[at + len(middle) :]
     path.write_bytes(raw)
-    return f"{how} {len(what)} bytes of {lo} at {at}"
+    return f"{options} {len(middle)} bytes of {lo} at {at}"
 
 
 def integer(path: Path, rng: random.Random) -> str:
@@ -114,20 +114,22 @@ def special(path: Path, rng: random.Random) -> str:
     while outside.name != "case":
         outside = outside.parent
     canary = outside.parent / "outside" / rng.choice(("canary.json", "canary.safetensors"))
-    how = rng.choice(("missing", "empty", "link", "loop", "fifo", "folder", "zero", "unreadable", "dangling", "large"))
-    if how == "unreadable":
+    options = rng.choice(
+        ("missing", "empty", "link", "loop", "fifo", "folder", "zero", "unreadable", "dangling", "large")
+    )
+    if options == "unreadable":
         path.chmod(0)
-        return how if os.geteuid() else "unreadable, but to root"
+        return options if os.geteuid() else "unreadable, but to root"
     raw = path.read_bytes()
     path.unlink()
-    if how in ("empty", "folder", "fifo"):
-        {"empty": path.touch, "folder": path.mkdir, "fifo": lambda: os.mkfifo(path)}[how]()
-    elif how == "large":
+    if options in ("empty", "folder", "fifo"):
+        {"empty": path.touch, "folder": path.mkdir, "fifo": lambda: os.mkfifo(path)}[options]()
+    elif options == "large":
         path.write_bytes(raw)
         os.truncate(path, rng.choice((1 << 31, 1 << 36)))  # a hole: it takes no room on the disk
-    elif how != "missing":
-        path.symlink_to({"link": canary, "loop": path.name, "zero": "/dev/zero", "dangling": "not-there"}[how])
-    return how
+    elif options != "missing":
+        path.symlink_to({"link": canary, "loop": path.name, "zero": "/dev/zero", "dangling": "not-there"}[options])
+    return options
 
 
 def json_value(path: Path, rng: random.Random) -> str:
@@ -281,23 +283,23 @@ def _place(value: Any, rng: random.Random) -> tuple[Any, Any, str]:
 
 
 def _change(place: Any, key: Any, rng: random.Random) -> str:
-    how = rng.choice(("strange", "strange", "strange", "strange", "drop", "rename", "double", "swap"))
-    if how == "drop":
+    options = rng.choice(("strange", "strange", "strange", "strange", "drop", "rename", "double", "swap"))
+    if options == "drop":
         del place[key]
-    elif how == "rename" and isinstance(place, dict):
+    elif options == "rename" and isinstance(place, dict):
         place[rng.choice((*STRINGS, f"{key}x", f"x.{key}"))] = place.pop(key)
-    elif how == "double":
+    elif options == "double":
         if isinstance(place, dict):
             place[f"{key}.2"] = place[key]
         else:
             place.append(place[key])
-    elif how == "swap":
+    elif options == "swap":
         another = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
         place[key], place[another] = place[another], place[key]
     else:
         place[key] = strange(rng, place[key])
         return f"{str(place[key])[:60]!r}"
-    return how
+    return options
 
 
 def _nested(rng: random.Random) -> Any:

@@ -65,14 +65,14 @@ def as_wanted(folder: Path, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def generate(model: Path, *more: object) -> Outcome:
+def generate(model: Path, *others: object) -> Outcome:
     """Four tokens, greedily."""
-    return sample(model, "--greedy", *more)
+    return sample(model, "--greedy", *others)
 
 
-def sample(model: Path, *more: object) -> Outcome:
+def sample(model: Path, *others: object) -> Outcome:
     """Four tokens as the model wishes them."""
-    return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, *ENOUGH, *more)
+    return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, *ENOUGH, *others)
 
 
 def generate_alike(model: Path) -> Outcome:
@@ -98,11 +98,11 @@ def _reference(model: Path) -> Any:
         return None  # it may take all memory
     try:
         with torch.inference_mode():
-            found, info = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
-            found.eval()(torch.tensor([[1, 2]]))
+            result, info = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+            result.eval()(torch.tensor([[1, 2]]))
     except Exception:
         return None
-    return None if any(info.values()) else torch.inference_mode()(found)
+    return None if any(info.values()) else torch.inference_mode()(result)
 
 
 def generate_with_draft(folder: Path) -> Outcome:

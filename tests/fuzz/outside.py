@@ -62,11 +62,11 @@ class Outside:
         return events
 
 
-def watch_python(own: tuple[Path, ...]) -> list[str]:
+def watch_python(own_folders: tuple[Path, ...]) -> list[str]:
     """From now on note what this process opens, changes or starts elsewhere than in its own folders; for ever."""
     roots = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *filter(None, sys.path)]
     readable = tuple(os.path.realpath(root) for root in (*roots, Path(__file__).parents[2])) + _SYSTEM
-    mine, strange = tuple(map(str, own)), list[str]()
+    mine, strange = tuple(map(str, own_folders)), list[str]()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _NEVER and not _is_own_program(event, arguments):

@@ -45,32 +45,32 @@ def commands() -> Iterator[tuple[str, Any]]:
     while todo:
         name, command = todo.pop()
         yield name, command
-        todo += [(f"{name} {own}", one) for own, one in getattr(command, "commands", {}).items()]
+        todo += [(f"{name} {value}", entry) for value, entry in getattr(command, "commands", {}).items()]
 
 
 def help_texts() -> dict[str, dict[str, str]]:
     """`{command: {names and metavar: what the brackets behind the help say}}`, hidden options included."""
-    found = {}
+    results = {}
     for name, command in commands():
         context = command.make_context(name, [], resilient_parsing=True)
-        found[name] = {}
+        results[name] = {}
         for param in command.params:
             is_hidden = getattr(param, "hidden", False)
             param.hidden = False
-            names, told = param.get_help_record(context) or (param.make_metavar(context), "")
+            names, message = param.get_help_record(context) or (param.make_metavar(context), "")
             param.hidden = is_hidden
-            bracket = re.search(r"\[([^\[\]]*)\]$", told)
-            more = ["hidden"] if is_hidden else []
-            more += ["several"] if param.multiple else []
-            found[name][names] = "; ".join([bracket[1] if bracket else "", *more]).removeprefix("; ")
-    return found
+            bracket = re.search(r"\[([^\[\]]*)\]$", message)
+            extra = ["hidden"] if is_hidden else []
+            extra += ["several"] if param.multiple else []
+            results[name][names] = "; ".join([bracket[1] if bracket else "", *extra]).removeprefix("; ")
+    return results
 
 
 def settings(folder: Path) -> dict[str, list[str]]:
     """Keys of config.toml, for all commands and for each; variables are made of the first."""
     file = folder / "offload" / "config.toml"
     file.parent.mkdir(exist_ok=True)
-    found = {}
+    results = {}
     # An error's line has an end, and these lists are longer.
     with (
         patch.dict("os.environ", XDG_CONFIG_HOME=str(folder)),
@@ -79,10 +79,10 @@ def settings(folder: Path) -> dict[str, list[str]]:
     ):
         for name in ("", *(name.removeprefix("offload ") for name, _ in commands() if name.count(" ") == 1)):
             file.write_text(f"[{name}]\nnonsense = 1" if name else "nonsense = 1")
-            told = shell("plan").err.partition("or name one of ")[2].strip()
-            found[name or "all"] = sorted(told.split(", "))
+            text = shell("plan").err.partition("or name one of ")[2].strip()
+            results[name or "all"] = sorted(text.split(", "))
     file.unlink()
-    return found
+    return results
 
 
 def http_schemas() -> dict[str, Any]:
@@ -94,11 +94,13 @@ def http_schemas() -> dict[str, Any]:
 def undescribed(schema: Any) -> Any:
     """A schema without what docstrings say."""
     if isinstance(schema, list):
-        return [undescribed(one) for one in schema]
+        return [undescribed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        name: undescribed(one) for name, one in schema.items() if not (name == "description" and isinstance(one, str))
+        name: undescribed(value)
+        for name, value in schema.items()
+        if not (name == "description" and isinstance(value, str))
     }
 
 
@@ -126,8 +128,8 @@ def parameters(function: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def in_words(one: inspect.Parameter) -> str:
-    return f"{one.kind.name} {one.name} = {told(one.default)}"
+def in_words(parameter: inspect.Parameter) -> str:
+    return f"{parameter.kind.name} {parameter.name} = {spelled(parameter.default)}"
 
 
 def by_name(parameter: str) -> str:
@@ -135,7 +137,7 @@ def by_name(parameter: str) -> str:
     return parameter if parameter.startswith("KEYWORD_ONLY") else ""
 
 
-def told(value: object) -> str:
+def spelled(value: object) -> str:
     return value.__name__ if callable(value) and hasattr(value, "__name__") else repr(value)
 
 
@@ -253,17 +255,17 @@ def plans(folder: Path) -> dict[str, Any]:
         models[-1].write_text(json.dumps(CONFIGS[name]))
     host = {"memory_bytes_per_s": "60GB/s", "flops_per_s": 1e12, "ram_bytes": "64GiB", "disk_bytes_per_s": "3GB/s"}
     (folder / "host.json").write_text(json.dumps(host))
-    found = {}
+    results = {}
     for name, arguments in MACHINES.items():
-        arguments = tuple(str(folder / one) if one == "host.json" else one for one in arguments)
+        arguments = tuple(str(folder / argument) if argument == "host.json" else argument for argument in arguments)
         outcome = shell("plan", "-m", models[0], "-d", models[1], *arguments, *TREE, "--json")
-        found[name] = shortened(json.loads(outcome.out)) if outcome.code == 0 else outcome.err.strip()
-    return found
+        results[name] = shortened(json.loads(outcome.out)) if outcome.code == 0 else outcome.err.strip()
+    return results
 
 
 def shortened(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: shortened(one) for name, one in value.items()}
+        return {name: shortened(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [shortened(one) for one in value]
+        return [shortened(entry) for entry in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

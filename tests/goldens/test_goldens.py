@@ -27,11 +27,11 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["help", "settings", "http", "doors", "plans"])
 def test_nothing_is_lost(name: str, tmp_path: Path, sound: Path) -> None:
-    found = observe(name, tmp_path, sound)
+    result = observe(name, tmp_path, sound)
     file = HERE / f"{name}.json"
     if os.environ.get("GOLDENS") == "write":
-        file.write_text(compact(found))
-    assert json.loads(file.read_text()) == json.loads(json.dumps(found))
+        file.write_text(compact(result))
+    assert json.loads(file.read_text()) == json.loads(json.dumps(result))
 
 
 @pytest.mark.parametrize(("door", "asked"), REFUSED)
@@ -46,23 +46,25 @@ def test_what_cannot_be_is_refused_in_this_line(door: str, asked: str, tmp_path:
 
 def observe(name: str, folder: Path, model: Path) -> Any:
     (folder / "empty").mkdir()
-    how = {
+    options = {
         "help": observed.help_texts,
         "settings": lambda: observed.settings(folder),
         "http": observed.http_schemas,
         "doors": lambda: observed.names_of_doors(folder, model),
         "plans": lambda: observed.plans(folder),
     }
-    return how[name]()
+    return options[name]()
 
 
-def compact(found: Any) -> str:
+def compact(tables: Any) -> str:
     """One entry a line, two levels deep."""
     lines = []
-    for name, one in found.items():
+    for name, entry in tables.items():
         inner = (
-            [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in one.items()] if isinstance(one, dict) else []
+            [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entry.items()]
+            if isinstance(entry, dict)
+            else []
         )
-        body = "{\n" + ",\n".join(inner) + "\n }" if inner else json.dumps(one)
+        body = "{\n" + ",\n".join(inner) + "\n }" if inner else json.dumps(entry)
         lines.append(f" {json.dumps(name)}: {body}")
     return "{\n" + ",\n".join(lines) + "\n}\n"

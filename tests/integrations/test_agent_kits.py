@@ -13,8 +13,8 @@ agents = pytest.importorskip("agents", reason="openai-agents is not installed: m
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(save_agent(tmp_path_factory.mktemp("agent"))) as found:
-        yield found
+    with serving(save_agent(tmp_path_factory.mktemp("agent"))) as server:
+        yield server
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "stream"])

@@ -62,7 +62,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     roll = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
     for name, task, docs, metrics in [
         ("small_choice", choice | {"doc_to_target": "answer"}, CHOICES, ["acc", "acc_norm"]),
-        ("small_write", write, [{"prefix": one, "wanted": "self"} for one in PREFIXES], ["exact_match"]),
+        ("small_write", write, [{"prefix": prefix, "wanted": "self"} for prefix in PREFIXES], ["exact_match"]),
         ("small_text", roll, [{"text": text} for text in TEXTS], ["word_perplexity", "bits_per_byte"]),
     ]:
         data = folder / f"{name}.jsonl"
@@ -80,29 +80,29 @@ def results(model: Any, tasks: Path, *names: str) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    found: dict[str, Any] = lm_eval.simple_evaluate(
+    result: dict[str, Any] = lm_eval.simple_evaluate(
         model=model, tasks=[*names], task_manager=manager, bootstrap_iters=0, log_samples=True, verbosity="ERROR"
     )
-    return found
+    return result
 
 
-def answers(found: dict[str, Any], task: str) -> list[Any]:
-    return [answer for sample in found["samples"][task] for answer in sample["resps"]]
+def answers(result: dict[str, Any], task: str) -> list[Any]:
+    return [answer for sample in result["samples"][task] for answer in sample["resps"]]
 
 
 def test_tasks_give_what_hf_gives(ours: Any, theirs: Any, tasks: Path) -> None:
     names = ("small_choice", "small_write", "small_text")
-    one, other = results(ours, tasks, *names), results(theirs, tasks, *names)
+    own_results, other = results(ours, tasks, *names), results(theirs, tasks, *names)
     for task in names:
-        own, wanted = one["results"][task], other["results"][task]
-        assert own.keys() == wanted.keys()
+        got, wanted = own_results["results"][task], other["results"][task]
+        assert got.keys() == wanted.keys()
         numbers = [name for name, value in wanted.items() if isinstance(value, float) and "stderr" not in name]
-        assert numbers and all(own[name] == pytest.approx(wanted[name], rel=TOLERANCE) for name in numbers)
-    for (own,), (wanted,) in zip(answers(one, "small_choice"), answers(other, "small_choice"), strict=True):
-        assert float(own[0]) == pytest.approx(float(wanted[0]), abs=TOLERANCE) and str(own[1]) == str(wanted[1])
-    assert answers(one, "small_write") == answers(other, "small_write")
-    for (own,), (wanted,) in zip(answers(one, "small_text"), answers(other, "small_text"), strict=True):
-        assert float(own) == pytest.approx(float(wanted), rel=TOLERANCE)
+        assert numbers and all(got[name] == pytest.approx(wanted[name], rel=TOLERANCE) for name in numbers)
+    for (got,), (wanted,) in zip(answers(own_results, "small_choice"), answers(other, "small_choice"), strict=True):
+        assert float(got[0]) == pytest.approx(float(wanted[0]), abs=TOLERANCE) and str(got[1]) == str(wanted[1])
+    assert answers(own_results, "small_write") == answers(other, "small_write")
+    for (got,), (wanted,) in zip(answers(own_results, "small_text"), answers(other, "small_text"), strict=True):
+        assert float(got) == pytest.approx(float(wanted), rel=TOLERANCE)
 
 
 def request(*arguments: Any) -> Any:
@@ -119,12 +119,12 @@ def planted_window(self: Any, request: Any) -> tuple[list[int], int]:
 def test_a_window_that_is_too_short_is_seen(ours: Any, theirs: Any) -> None:
     pairs = [request(LONG, "return None"), request(LONG[:80], "return None")]
     wanted = theirs.loglikelihood(pairs, disable_tqdm=True)
-    found = ours.loglikelihood(pairs, disable_tqdm=True)
-    for (own, own_greedy), (other, other_greedy) in zip(found, wanted, strict=True):
-        assert own == pytest.approx(other, abs=TOLERANCE) and own_greedy == other_greedy
+    result = ours.loglikelihood(pairs, disable_tqdm=True)
+    for (score, own_greedy), (other, other_greedy) in zip(result, wanted, strict=True):
+        assert score == pytest.approx(other, abs=TOLERANCE) and own_greedy == other_greedy
     with patch.object(type(ours), "_window", planted_window):
         long, short = ours.loglikelihood(pairs, disable_tqdm=True)
-    assert abs(long[0] - wanted[0][0]) > 10 * TOLERANCE and short == found[1]
+    assert abs(long[0] - wanted[0][0]) > 10 * TOLERANCE and short == result[1]
 
 
 def test_requests_share_passes(ours: Any, theirs: Any) -> None:
@@ -132,34 +132,34 @@ def test_requests_share_passes(ours: Any, theirs: Any) -> None:
     names = ["value", "other", "self.count", "None"]
     pairs = [request(f"def number_{count}({name}):\n    return", f" {name}") for count in range(24) for name in names]
     before = ours.decoder.num_score_passes
-    found = ours.loglikelihood(pairs, disable_tqdm=True)
+    result = ours.loglikelihood(pairs, disable_tqdm=True)
     num_passes = ours.decoder.num_score_passes - before
     assert 0 < num_passes <= len(pairs) / 8, f"{num_passes} passes for {len(pairs)} requests"
-    for own, other in zip(found[::8], theirs.loglikelihood(pairs[::8], disable_tqdm=True), strict=True):
-        assert own[0] == pytest.approx(other[0], abs=TOLERANCE) and own[1] == other[1]
+    for score, other in zip(result[::8], theirs.loglikelihood(pairs[::8], disable_tqdm=True), strict=True):
+        assert score[0] == pytest.approx(other[0], abs=TOLERANCE) and score[1] == other[1]
 
 
-@pytest.mark.parametrize("how", [{"batch_size": 4}, {"num_concurrent": 3}], ids=["batches", "at once"])
-def test_its_client_for_servers_scores_as_hf_does(theirs: Any, tasks: Path, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"num_concurrent": 3}], ids=["batches", "at once"])
+def test_its_client_for_servers_scores_as_hf_does(theirs: Any, tasks: Path, options: dict[str, Any]) -> None:
     """What asks `/v1/completions` for the likelihood of prompts; its windows are shorter than a model's own."""
     pytest.importorskip("tenacity", reason="lm-eval is not installed: pip install 'offload[eval]'")
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     decoder = offload.load(PAIR / "target", PAIR / "draft", dtype="float32", threads=1, parallel=2)
     with serving(decoder) as served:
-        how |= {"base_url": f"{served.address}/v1/completions", "max_length": 1024}
-        model = LocalCompletionsAPI(model=MODEL_ID, tokenizer=str(PAIR / "target"), **how)
-        found = results(model, tasks, "small_choice", "small_text")
+        options |= {"base_url": f"{served.address}/v1/completions", "max_length": 1024}
+        model = LocalCompletionsAPI(model=MODEL_ID, tokenizer=str(PAIR / "target"), **options)
+        result = results(model, tasks, "small_choice", "small_text")
         num_passes = decoder.num_score_passes
     wanted = results(theirs, tasks, "small_choice", "small_text")
-    for (own,), (other,) in zip(answers(found, "small_choice"), answers(wanted, "small_choice"), strict=True):
-        assert float(own[0]) == pytest.approx(float(other[0]), abs=TOLERANCE) and str(own[1]) == str(other[1])
-    assert found["results"]["small_choice"]["acc,none"] == wanted["results"]["small_choice"]["acc,none"]
-    texts = zip(answers(found, "small_text"), answers(wanted, "small_text"), strict=True)
-    for number, ((own,), (other,)) in enumerate(texts):
-        assert float(own) == pytest.approx(float(other), rel=0.02 if TEXTS[number] == LONG else TOLERANCE)
+    for (score,), (other,) in zip(answers(result, "small_choice"), answers(wanted, "small_choice"), strict=True):
+        assert float(score[0]) == pytest.approx(float(other[0]), abs=TOLERANCE) and str(score[1]) == str(other[1])
+    assert result["results"]["small_choice"]["acc,none"] == wanted["results"]["small_choice"]["acc,none"]
+    texts = zip(answers(result, "small_text"), answers(wanted, "small_text"), strict=True)
+    for number, ((score,), (other,)) in enumerate(texts):
+        assert float(score) == pytest.approx(float(other), rel=0.02 if TEXTS[number] == LONG else TOLERANCE)
     # requests that come at once may each find an idle server
-    assert num_passes > 0 and ("batch_size" not in how or num_passes < len(answers(found, "small_choice")))
+    assert num_passes > 0 and ("batch_size" not in options or num_passes < len(answers(result, "small_choice")))
 
 
 def test_chats_are_put_into_the_template(ours: Any, theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,9 @@ def _own_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.tasks import TaskManager
 
     begin = TaskManager.__init__
-    monkeypatch.setattr(TaskManager, "__init__", lambda self, **how: begin(self, **how | {"include_defaults": False}))
+    monkeypatch.setattr(
+        TaskManager, "__init__", lambda self, **options: begin(self, **options | {"include_defaults": False})
+    )
 
 
 @pytest.mark.usefixtures("_own_tasks_alone")

@@ -185,11 +185,11 @@ def test_another_order_of_sums_is_found_out(monkeypatch: pytest.MonkeyPatch) -> 
     """Planted: a torch that adds up from the other end."""
     walk = gated_delta.walk_heads_reference
 
-    def other(ends: tuple[torch.Tensor, torch.Tensor], rows: DeltaRows, *more: object) -> None:
+    def other(ends: tuple[torch.Tensor, torch.Tensor], rows: DeltaRows, *others: object) -> None:
         walk(
             (ends[0].flip(1), ends[1]),
             rows._replace(query_TGK=rows.query_TGK.flip(2), key_TGK=rows.key_TGK.flip(2)),
-            *more,
+            *others,
         )
 
     monkeypatch.setattr(gated_delta, "walk_heads_reference", other)

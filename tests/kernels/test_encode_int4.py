@@ -42,9 +42,9 @@ def all_kinds(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tens
 def test_compiled_it_has_the_same_bits(shape: tuple[int, int, int], layout: WordLayout, dtype: torch.dtype) -> None:
     num_rows, num_columns, group = shape
     weight_NK = all_kinds(num_rows, num_columns, dtype)
-    wanted, found = (encode(weight_NK, group, layout) for encode in (encode_int4_reference, encode_int4_compiled))
-    assert torch.equal(found.word_NK, wanted.word_NK)
-    assert torch.equal(found.scale_GN2, wanted.scale_GN2)
+    wanted, result = (encode(weight_NK, group, layout) for encode in (encode_int4_reference, encode_int4_compiled))
+    assert torch.equal(result.word_NK, wanted.word_NK)
+    assert torch.equal(result.scale_GN2, wanted.scale_GN2)
     other = encode_int4_compiled(weight_NK.roll(1, 1), group, layout)
     assert not torch.equal(other.word_NK, wanted.word_NK), "other columns are not noticed"
 
@@ -63,8 +63,8 @@ def test_chunks_do_not_show_and_there_is_a_layout_for_any_device(monkeypatch: py
     weight_NK = all_kinds(200, 64, torch.float32)
     whole = encode_int4_reference(weight_NK, 64, LAYOUTS[0])
     monkeypatch.setattr(encode_int4, "_CHUNK_NUMBERS", 1)
-    for one, other in zip(whole, encode_int4_reference(weight_NK, 64, LAYOUTS[0]), strict=True):
-        assert torch.equal(one, other)
+    for left, other in zip(whole, encode_int4_reference(weight_NK, 64, LAYOUTS[0]), strict=True):
+        assert torch.equal(left, other)
     # There is a layout for any device.
     assert layout_for(torch.device("meta")).block_rows == 64
     assert HERE.block_rows in (32, 64)
@@ -79,8 +79,8 @@ def test_what_is_no_number_spoils_its_own_group_alone(encode) -> None:
     differs_K = (spoilt.word_NK != good.word_NK).view(128, 32).any(1)
     assert not differs_K[64:].any()
     words = (spoilt.word_NK.view(128, 32), good.word_NK.view(128, 32))
-    assert torch.equal(*(one[:, 5:] for one in words))
-    assert torch.equal(*(one >> 4 for one in words)), "rows of the upper half are other ones"
+    assert torch.equal(*(word[:, 5:] for word in words))
+    assert torch.equal(*(word >> 4 for word in words)), "rows of the upper half are other ones"
 
 
 HERE = layout_for(torch.device("cpu"))

@@ -146,7 +146,7 @@ def product(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], dtype: 
 def are_equal_numbers(got: Tensor, wanted: Tensor) -> bool:
     """To the bit, but for those of NaN."""
     bits = {2: torch.int16, 4: torch.int32}[got.element_size()]
-    got, wanted = (one.masked_fill(one.isnan(), 7.0).view(bits) for one in (got, wanted))
+    got, wanted = (numbers.masked_fill(numbers.isnan(), 7.0).view(bits) for numbers in (got, wanted))
     return torch.equal(got, wanted)
 
 
@@ -248,12 +248,12 @@ def test_weights_of_any_number_come_back(stored: torch.dtype, decode, width: int
 def test_encoders_write_the_same_words(stored: torch.dtype, width: int, num: int) -> None:
     weight_N = weights(num, stored, scale=1e-3) if num != CHUNK else ALL_PATTERNS.view(stored)
     for top in (0, 7, 119, 250):
-        for one, other in zip(
+        for tensor, other in zip(
             encode_exponents_reference(weight_N, top, width),
             encode_exponents_compiled(weight_N, top, width),
             strict=True,
         ):
-            assert torch.equal(one, other) and one.dtype == other.dtype
+            assert torch.equal(tensor, other) and tensor.dtype == other.dtype
 
 
 @pytest.mark.parametrize("decode", DECODERS)

@@ -83,18 +83,18 @@ def test_threads_of_torch_and_of_the_team_give_the_same_bits(monkeypatch: pytest
     layout = WordLayout(64, has_product=False)
     row_MK = torch.randn(9, 1024, generator=CHANCE).bfloat16()
     before = torch.get_num_threads()
-    found = []
+    results = []
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            found.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
+            results.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
             with TEAM.in_place_of_torch():
-                found.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
+                results.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
         monkeypatch.setattr(thread_team, "_run_in_parallel", lambda: None)
-        found.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
+        results.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(one, found[0]) for one in found)
+    assert all(torch.equal(product, results[0]) for product in results)
 
 
 def test_words_in_another_layout_give_another_product() -> None:

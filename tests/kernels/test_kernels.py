@@ -234,9 +234,9 @@ def test_unlike_buffers_and_long_paths_are_left_to_the_reference() -> None:
     assert not are_alike([torch.zeros(2, 3, 90, 24, device=DEVICE)] * 2)
     assert not are_alike([torch.zeros(1, 3, 24, 90, device=DEVICE).mT] * 2)
     # The kernel hands them to its reference.
-    for more, row_A in (([torch.randn(1, 3, 90, 25, device=DEVICE)], torch.tensor([4, 2], device=DEVICE)),
+    for options, row_A in (([torch.randn(1, 3, 90, 25, device=DEVICE)], torch.tensor([4, 2], device=DEVICE)),
                         ([], torch.arange(80, device=DEVICE).repeat(4)[:300] % 70)):  # fmt: skip
-        base = [*caches(1, torch.float32), *more]
+        base = [*caches(1, torch.float32), *options]
         base = [torch.cat([buffer] * 5, 2) for buffer in base]
         ours, theirs = ([buffer.clone() for buffer in base] for _ in range(2))
         kv_commit_reference(theirs, 4, row_A)

@@ -14,7 +14,7 @@ from shell import ROOT, run_python
 
 def bare() -> dict[str, str]:
     """The environment without Triton's interpreter."""
-    return {name: one for name, one in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
 
 
 def test_references_need_no_triton() -> None:
@@ -45,7 +45,8 @@ SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "120": 99}
 
 @needs_triton
 @pytest.mark.parametrize(
-    "capability", [pytest.param(one, marks=pytest.mark.full) for one in SHARED_KIB if one != "86"] + ["86"]
+    "capability",
+    [pytest.param(capability, marks=pytest.mark.full) for capability in SHARED_KIB if capability != "86"] + ["86"],
 )
 def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
     """Each is compiled once for all sizes: a kernel that is compiled anew as the text grows would stall the decoder."""

@@ -112,11 +112,11 @@ def by_definition(given: Inputs) -> Tensor:
     out = torch.zeros(num_rows, len(query), value.shape[2], dtype=torch.float64)
     for row in range(num_rows):
         path = [*range(given.num_prefix), *(given.seen_TU[row].nonzero()[:, 0] + given.num_prefix).tolist()]
-        own = len(path) - 1
+        own_place = len(path) - 1
         if isinstance(window, AttentionChunk):
-            path = path[own // window.size * window.size :]
+            path = path[own_place // window.size * window.size :]
         elif window is not None:
-            path = path[max(0, own - window + 1) :]
+            path = path[max(0, own_place - window + 1) :]
         for head in range(len(query)):
             score = key[head // group][path] @ query[head, row] * terms.scaling
             score = score if terms.cap is None else terms.cap * (score / terms.cap).tanh()
@@ -213,10 +213,10 @@ class Text(NamedTuple):
             parent = int(torch.randint(0, nth + 1, (1,), generator=generator))
             seen_UU[2 * nth + 1, : 2 * parent + 1 : 2] = True
         states = []
-        for own in self:
-            wide = torch.randn(len(own), lo + 2 * num_own, 16, generator=generator).to(own)
-            wide[:, :lo] = own[:, :lo]
-            wide[:, column_N] = own[:, lo:]
+        for part in self:
+            wide = torch.randn(len(part), lo + 2 * num_own, 16, generator=generator).to(part)
+            wide[:, :lo] = part[:, :lo]
+            wide[:, column_N] = part[:, lo:]
             states.append(wide)
         rows = path_rows(lo, seen_UU, path_attention, _to_device)
         out = path_attention_kernel(states[0][:, lo:], *states[1:], replace(rows, window=window), terms)

@@ -74,15 +74,15 @@ def test_every_pattern_comes_back_beside_every_code(encode, decode) -> None:
 def test_both_encoders_write_the_same_and_all_decoders_read_it(size: tuple[int, int], layout: WordLayout) -> None:
     weight_NK, other_NK = drawn(*size), drawn(*size).roll(1, 0)
     copy = copied(weight_NK, layout)
-    wanted, found = (encode(weight_NK, *copy) for encode in ENCODERS)
-    for one, other in zip(wanted, found, strict=True):
-        assert torch.equal(one, other) and one.dtype == other.dtype
+    wanted, result = (encode(weight_NK, *copy) for encode in ENCODERS)
+    for tensor, other in zip(wanted, result, strict=True):
+        assert torch.equal(tensor, other) and tensor.dtype == other.dtype
     for decode in (expand_residuals_reference, expand_residuals_compiled):
         around = torch.full((size[0] + 2, size[1]), 7.0).bfloat16()
-        assert are_equal(expanded(decode, found, copy, around[1:-1]), weight_NK)
+        assert are_equal(expanded(decode, result, copy, around[1:-1]), weight_NK)
         assert (around[[0, -1]] == 7).all(), "written beside its place"
         if size[0] > 1:
-            assert not are_equal(expanded(decode, found, copied(other_NK, layout), around[1:-1]), weight_NK)
+            assert not are_equal(expanded(decode, result, copied(other_NK, layout), around[1:-1]), weight_NK)
 
 
 def test_threads_that_begin_at_once_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_damaged_words_stay_within_their_bounds(decode) -> None:
     copy = copied(weight_NK)
     words = encode_residuals_reference(weight_NK, *copy)
     for place, kept in ((0, 255), (1, 0b10101010), (2, 255), (3, 255)):
-        damaged = [torch.full_like(one, kept) if at == place else one for at, one in enumerate(words[:4])]
+        damaged = [torch.full_like(word, kept) if at == place else word for at, word in enumerate(words[:4])]
         around = torch.full((270, 320), 7.0).bfloat16()
         out_NK = expanded(decode, ResidualWords(*damaged, words.count_3T), copy, around[100:170])
         assert (around[:100] == 7).all() and (around[170:] == 7).all()
@@ -160,10 +160,10 @@ def test_damaged_words_stay_within_their_bounds(decode) -> None:
         torch.distributions.StudentT(4.0, 0, 0.014),
         torch.distributions.Laplace(0, 0.014),
     ],
-    ids=lambda one: type(one).__name__,
+    ids=lambda distribution: type(distribution).__name__,
 )
 def test_drawn_weights_take_at_most_nine_bits_less_a_fifth(distribution: torch.distributions.Distribution) -> None:
     torch.manual_seed(0)
     weight_NK = distribution.sample((512, 2048)).bfloat16()
     words = encode_residuals_compiled(weight_NK, *copied(weight_NK))
-    assert 8 * sum(one.numel() for one in words[:4]) <= 8.8 * weight_NK.numel()
+    assert 8 * sum(tensor.numel() for tensor in words[:4]) <= 8.8 * weight_NK.numel()

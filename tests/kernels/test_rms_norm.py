@@ -29,7 +29,7 @@ def test_the_kernel_is_its_reference(shape: tuple[int, ...], form: NormForm, dty
     rows, weight_D = numbers(*shape, dtype=dtype), numbers(shape[-1], dtype=dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-3
     for weight in (weight_D, None):
-        got, wanted = (one(rows, weight, 1e-5, form) for one in (rms_norm_kernel, rms_norm_reference))
+        got, wanted = (norm(rows, weight, 1e-5, form) for norm in (rms_norm_kernel, rms_norm_reference))
         assert got.dtype == dtype and got.shape == rows.shape
         torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
 
@@ -45,8 +45,8 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
 @needs_triton
 @pytest.mark.parametrize("rows", [numbers(6, 64)[:, 8:48], numbers(1, 7, 5).transpose(1, 2)], ids=["gaps", "across"])
 def test_rows_with_gaps_and_across_are_taken(rows: Tensor) -> None:
-    how = (rows, numbers(rows.shape[-1]), 1e-6, FORMS[0])
-    torch.testing.assert_close(rms_norm_kernel(*how), rms_norm_reference(*how))
+    options = (rows, numbers(rows.shape[-1]), 1e-6, FORMS[0])
+    torch.testing.assert_close(rms_norm_kernel(*options), rms_norm_reference(*options))
 
 
 @needs_triton
@@ -65,10 +65,10 @@ LAYER_NORMS = ("cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "gpt_n
 def test_all_norms_of_a_family_are_known(family: str) -> None:
     """Those that divide by the root mean square, and no others: one takes a gate, another returns the inverse alone."""
     model = tiny_model(config_of(family))
-    found = {type(module) for module, _ in find_norms(model)}
+    seen = {type(module) for module, _ in find_norms(model)}
     usual = re.compile("(?<!Weightless|Unweighted)(?<!Gated)(RMS|L2)Norm$")
-    named = {type(one) for one in model.modules() if usual.search(type(one).__name__)}
-    assert found - {nn.RMSNorm} == named - {nn.RMSNorm} and bool(found) is (family not in LAYER_NORMS)
+    named = {type(module) for module in model.modules() if usual.search(type(module).__name__)}
+    assert seen - {nn.RMSNorm} == named - {nn.RMSNorm} and bool(seen) is (family not in LAYER_NORMS)
 
 
 class Odd(nn.Module):
@@ -107,7 +107,7 @@ def test_a_model_computes_the_same_by_the_reference(family: str) -> None:
     token_1T = torch.arange(9)[None]
     with torch.inference_mode():
         wanted = model(token_1T).logits
-        set_norm_kernel(model, lambda *what: calls.append(what) or rms_norm_reference(*what))
+        set_norm_kernel(model, lambda *others: calls.append(others) or rms_norm_reference(*others))
         assert torch.equal(model(token_1T).logits, wanted)
     assert calls
 

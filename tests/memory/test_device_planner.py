@@ -40,7 +40,7 @@ MACHINES = list(product((24, 48, 80), (64, 128, 256)))  # GiB of a GPU, GB of it
 
 
 NOWHERE = Path("/nowhere/config.json")
-SHAPES = {name: model_shape(checkpoint_of_config(one, NOWHERE)) for name, one in CONFIGS.items()}
+SHAPES = {name: model_shape(checkpoint_of_config(value, NOWHERE)) for name, value in CONFIGS.items()}
 
 
 def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **sizes: Any) -> MemoryPlan:
@@ -70,7 +70,7 @@ def on_host(plan: MemoryPlan) -> int:
 
 
 def layers_in(plan: MemoryPlan, tier: LayerTier) -> int:
-    return sum(plan.layer_bytes[layer] for layer, own in enumerate(plan.tier_L) if own is tier)
+    return sum(plan.layer_bytes[layer] for layer, held in enumerate(plan.tier_L) if held is tier)
 
 
 def check(plan: MemoryPlan, target: ModelShape) -> None:
@@ -178,13 +178,13 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(
     least = planned(named_mib * MIB)
     least_bytes = least.gpu_total_bytes if is_card else least.total_bytes
     assert (named_mib - 1) * MIB < least_bytes <= named_mib * MIB
-    for one in (least, planned(least_bytes)):
+    for plan in (least, planned(least_bytes)):
         slots = (
-            (one.num_layer_slots, one.num_resident)
+            (plan.num_layer_slots, plan.num_resident)
             if is_card
-            else (one.num_host_layer_slots, one.num_layers_in(LayerTier.PINNED))
+            else (plan.num_host_layer_slots, plan.num_layers_in(LayerTier.PINNED))
         )
-        assert slots == (2, 0) and (is_card or one.num_layers_in(LayerTier.DISK) > 60)
+        assert slots == (2, 0) and (is_card or plan.num_layers_in(LayerTier.DISK) > 60)
     with pytest.raises(UserError, match=f"raise `{budget}` to {named_mib}MiB"):
         planned(least_bytes - 1)
 
@@ -220,8 +220,8 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     check(named, SHAPES["Llama-2-70B"])
     asked: list[str] = []
     monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
-    found = budget_of(LoadOptions(), "cuda:1")
-    assert asked == ["cuda:1"] and 46 * GB < found.gpu_bytes < 48 * GB
+    result = budget_of(LoadOptions(), "cuda:1")
+    assert asked == ["cuda:1"] and 46 * GB < result.gpu_bytes < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
     assert (host.pinned_bytes, host.num_host_layer_slots) == (0, 0)

@@ -31,8 +31,10 @@ def plan(checkpoint: Checkpoint, ram: int, context: int | None = 64) -> MemoryPl
 def test_every_layer_is_as_large_as_planned(checkpoint: Checkpoint) -> None:
     shape, model = model_shape(checkpoint), resident_model(checkpoint, "auto")
     layouts = ((model.layer_layouts, shape.layer_bytes), (model.encoder_layouts, shape.encoder_bytes))
-    for own, planned in layouts:
-        assert len(own) == len(planned) and all(one.slab_bytes <= most for one, most in zip(own, planned, strict=True))
+    for ours, planned in layouts:
+        assert len(ours) == len(planned) and all(
+            layout.slab_bytes <= most for layout, most in zip(ours, planned, strict=True)
+        )
     assert model.rest_layout.slab_bytes <= shape.rest_bytes
     model.close()
     assert (len(shape.layer_bytes), len(shape.encoder_bytes)) == (4, 3)
@@ -48,8 +50,8 @@ def test_layers_that_every_sweep_needs_stay_before_the_encoder(checkpoint: Check
     everything = plan(checkpoint, least - slots_bytes + whole_bytes)
     assert (everything.num_resident, everything.num_layer_slots) == (4, 0)
     assert everything.encoder_bytes == sum(shape.encoder_bytes)
-    for one in (two, everything):
-        assert one.total_bytes <= one.ram_bytes
+    for roomy in (two, everything):
+        assert roomy.total_bytes <= roomy.ram_bytes
 
 
 def test_an_encoder_reads_one_prompt_at_a_time(checkpoint: Checkpoint) -> None:
@@ -69,7 +71,7 @@ def test_a_config_alone_weighs_what_the_model_does(layout: str, tmp_path: Path) 
     """A head of its own included, which transformers calls tied."""
     model = open_checkpoint(save(build(layout), tmp_path / layout, layout))
     alone = describe(str(shutil.copy(model.directory / "config.json", tmp_path / "config.json")))
-    shapes = [{name: entry.shape for name, entry in one.tensors.items()} for one in (model, alone)]
+    shapes = [{name: entry.shape for name, entry in checkpoint.tensors.items()} for checkpoint in (model, alone)]
     assert shapes[0] == shapes[1]
 
 

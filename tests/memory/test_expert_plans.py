@@ -21,8 +21,8 @@ assert SHAPE.experts is not None
 EXPERT, DENSE, NUM = SHAPE.experts.slot_bytes, SHAPE.experts.dense_bytes, SHAPE.experts.num_records
 
 
-def plan_of(ram_bytes: int, gpu_bytes: int | None = None, *, shape: ModelShape = SHAPE, **how: Any) -> MemoryPlan:
-    return make_plan(shape, None, ram_bytes, gpu_bytes, **{**SIZES, **how})
+def plan_of(ram_bytes: int, gpu_bytes: int | None = None, *, shape: ModelShape = SHAPE, **experts: Any) -> MemoryPlan:
+    return make_plan(shape, None, ram_bytes, gpu_bytes, **{**SIZES, **experts})
 
 
 FIXED = plan_of(1 << 40, experts="demand").fixed_bytes
@@ -63,11 +63,11 @@ def test_layers_come_first_and_experts_have_the_rest(room_mib: int) -> None:
 def test_experts_come_with_their_layers_where_that_is_named() -> None:
     whole_bytes = sum(SHAPE.layer_bytes)
     fixed = plan_of(1 << 40, experts="layers").fixed_bytes
-    roomy, tight = (plan_of(fixed + whole_bytes - one, experts="layers") for one in (0, 1))
+    roomy, tight = (plan_of(fixed + whole_bytes - lacking, experts="layers") for lacking in (0, 1))
     assert not roomy.has_experts and roomy.num_layer_slots == 0 and roomy.layer_bytes == SHAPE.layer_bytes
     assert not roomy.is_streamed and tight.is_streamed and not tight.has_experts
     assert plan_of(fixed + whole_bytes).has_experts, "what is open is planned as what needs least"
-    named, layers = (plan_of(1 << 40, experts=how) for how in ("demand", "layers"))
+    named, layers = (plan_of(1 << 40, experts=experts) for experts in ("demand", "layers"))
     assert named.num_expert_slots == named.num_kept_experts == NUM and not named.is_streamed
     assert not layers.has_experts and "experts" not in layers.as_dict() and "experts" not in repr(layers)
     # Models without experts are planned as ever.
@@ -95,14 +95,16 @@ def test_an_expert_is_expanded_by_itself_and_contributions_of_rows_are_counted()
     # Each row of a pass holds k outputs until they are added, in the type that is computed in.
     for num_nodes in (1, 16):
         demand, layers = (
-            plan_of(1 << 40, experts=how, num_nodes=num_nodes).activation_bytes for how in ("demand", "layers")
+            plan_of(1 << 40, experts=experts, num_nodes=num_nodes).activation_bytes for experts in ("demand", "layers")
         )
         assert demand - layers == (512 + num_nodes) * 4 * 2048 * 2
     # An expert is expanded by itself.
     experts = SHAPE.experts
     assert experts is not None
     coded = replace(SHAPE, scratch_bytes=200 * MIB, experts=experts._replace(scratch_bytes=10 * MIB))
-    demand, layers = (plan_of(1 << 40, shape=coded, experts=how).activation_bytes for how in ("demand", "layers"))
+    demand, layers = (
+        plan_of(1 << 40, shape=coded, experts=experts).activation_bytes for experts in ("demand", "layers")
+    )
     bare = plan_of(1 << 40, experts="demand").activation_bytes
     assert demand == bare + 10 * MIB and layers > demand + 100 * MIB
     assert on_demand(coded).layer_bytes == DENSE
@@ -122,8 +124,8 @@ def test_a_card_has_a_pool_and_pinned_memory_a_second_one(gpu_mib: int, ram_mib:
 
 
 def test_what_cannot_come_on_demand_is_refused_and_names_what_to_do() -> None:
-    how: dict[str, Any] = {"ram": "8GiB", "dtype": "auto", **SIZES}
+    experts: dict[str, Any] = {"ram": "8GiB", "dtype": "auto", **SIZES}
     files = (mixture(model_type="dbrx", num_experts_per_tok=0), None)
     with pytest.raises(UserError, match=r"read one by one, got model type dbrx: try `experts=.layers.`"):
-        plan_memory(files, experts="demand", **how)
-    assert not plan_memory(files, **how).has_experts
+        plan_memory(files, experts="demand", **experts)
+    assert not plan_memory(files, **experts).has_experts

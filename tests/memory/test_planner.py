@@ -155,7 +155,7 @@ def test_any_budget_is_kept_or_refused_with_what_works(seed: int) -> None:
     plan_so = partial(plan.make_plan, shapes[0], shapes[-1] if len(shapes) > 1 else None)
     num_nodes = chance.choice((1, 64, 2048))
     try:
-        found = plan_so(budget, num_nodes)
+        result = plan_so(budget, num_nodes)
     except UserError as refusal:
         words = str(refusal)
         which, named_mib = re.search(r"raise `(\w+)` to (\d+)MiB", words).groups()  # type: ignore[union-attr]
@@ -167,8 +167,8 @@ def test_any_budget_is_kept_or_refused_with_what_works(seed: int) -> None:
         for name, most in re.findall(r"`(context|parallel)` from \d+ to (\d+)", words):
             plan_so(replace(budget, **{name: int(most)}), num_nodes)
     else:
-        assert found.total_bytes <= ram and found.gpu_total_bytes <= (found.gpu_bytes or 0)
-        assert found.num_layer_slots >= 2 or found.streamed_bytes == 0
+        assert result.total_bytes <= ram and result.gpu_total_bytes <= (result.gpu_bytes or 0)
+        assert result.num_layer_slots >= 2 or result.streamed_bytes == 0
 
 
 def test_texts_at_a_time_are_named_where_fewer_would_do() -> None:
@@ -269,8 +269,8 @@ def test_limits_of_control_groups(
 
 
 def test_this_machine_has_memory_and_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
-    assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
+    before, result, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
+    assert 0 < result <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
     assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
     # The tightest limit counts.
     monkeypatch.setattr(machine, "_meminfo_available", lambda: 5000)
@@ -284,15 +284,15 @@ MIXTURE = model_shape(mixture())
 CPU = Rates(1e9, 1e12)
 
 
-def plan_of(shape: ModelShape = DENSE, ram: int = 64 * GB, gpu: int | None = None, **how: Any) -> MemoryPlan:
-    settings: dict[str, Any] = {"context": 8192, "num_nodes": 64, **how}
+def plan_of(shape: ModelShape = DENSE, ram: int = 64 * GB, gpu: int | None = None, **options: Any) -> MemoryPlan:
+    settings: dict[str, Any] = {"context": 8192, "num_nodes": 64, **options}
     rates = settings.pop("rates", CPU)
     return make_plan(shape, None, ram, gpu, rates=rates, **settings)
 
 
 def test_rows_of_a_pass_follow_link_disk_and_context() -> None:
-    how = {"ram": 40 * GB, "gpu": 48 * GB}
-    fast, slow = (plan_of(**how, rates=Rates(25e9, 1e14, disk)).max_prompt_rows for disk in (1e11, 2e9))
+    options = {"ram": 40 * GB, "gpu": 48 * GB}
+    fast, slow = (plan_of(**options, rates=Rates(25e9, 1e14, disk)).max_prompt_rows for disk in (1e11, 2e9))
     assert fast < slow
     roomy = plan_of(ram=512 * GB, gpu=48 * GB, rates=Rates(25e9, 1e14, 2e9)).max_prompt_rows
     assert roomy == pytest.approx(fast, rel=0.3), "nothing comes from the disk"

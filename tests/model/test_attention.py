@@ -48,11 +48,11 @@ def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, windo
     for row, column in product(range(topology.num_nodes), range(num_prefix + topology.num_nodes)):
         is_prefix = column < num_prefix
         key_position = column if is_prefix else int(position_N[column - num_prefix])
-        own = int(position_N[row])
+        own_position = int(position_N[row])
         if isinstance(window, AttentionChunk):
-            is_near = key_position // window.size == own // window.size
+            is_near = key_position // window.size == own_position // window.size
         else:
-            is_near = window is None or own - key_position < window
+            is_near = window is None or own_position - key_position < window
         is_open = is_near and (is_prefix or is_seen(topology, row, column - num_prefix))
         assert mask[0, 0, row, column] == (0 if is_open else torch.finfo(torch.float32).min), f"{row}, {column}"
 

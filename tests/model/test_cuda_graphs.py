@@ -104,7 +104,7 @@ def grown(model: TreeModel, cache: KVCache) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_texts_that_have_shared_a_pass_go_on_alone(family: str, tmp_path: Path) -> None:
     plain, replayed, _ = models(family, tmp_path)
-    found = []
+    results = []
     for model in (plain, replayed):
         model.share_passes()
         lent = [model.new_cache(40) for _ in range(2)]
@@ -114,8 +114,8 @@ def test_texts_that_have_shared_a_pass_go_on_alone(family: str, tmp_path: Path) 
         model.forward_parts([BatchPart(ids, torch.arange(len(ids)), causal(len(ids)), cache) for ids, cache in pairs])
         for ids, cache in zip(prompts, lent, strict=True):
             cache.commit(range(len(ids)))
-        found.append([grown(model, cache) for cache in lent])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([grown(model, cache) for cache in lent])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
@@ -146,7 +146,7 @@ def test_padding_sees_numbers_and_slots_never_written_hold_some(
     assert len(walk_WL) == 4 and torch.equal(walk_WL[3], walk_WL[2]), "what the last row sees"
     # Memory as an allocator may hand it out: NaN in every slot that was never written.
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
     _, replayed, _ = models("llama", tmp_path)
     assert not grown(replayed, KVCache(replayed.num_layers, 40)).isnan().any()
 
@@ -193,11 +193,11 @@ def test_a_draft_that_cannot_be_recorded_runs_on_without(
         if hook is not None:
             last = model.meta_model.get_decoder().layers[-1]
             last.register_forward_pre_hook(lambda *_: hook() if paper.capturing is not None else None)
-        told = use_graphs(model)
+        text = use_graphs(model)
         torch.cuda.empty_cache()
         got = first_rows(model)
-    assert told is not None and told.startswith("the draft runs without CUDA graphs") and line in told
-    assert "\n" not in told and not paper.underway and paper.num_replays == 0 and paper.now is paper.default
+    assert text is not None and text.startswith("the draft runs without CUDA graphs") and line in text
+    assert "\n" not in text and not paper.underway and paper.num_replays == 0 and paper.now is paper.default
     torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
 

@@ -41,7 +41,7 @@ qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen4_exp_text solar_open step3
 """
 EXPERTS_ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
 # language models inside of others
-WRAPPED = sorted(one for one in EXPERTS_ONE_BY_ONE - {*INDEXED} if one.endswith("_text") or one == "step3p5")
+WRAPPED = sorted(text for text in EXPERTS_ONE_BY_ONE - {*INDEXED} if text.endswith("_text") or text == "step3p5")
 WRAPPERS = {"qwen3_omni_moe": "qwen3_omni_moe_thinker", "step3p5": "step3p7"}
 FAMILIES = sorted(EXPERTS_ONE_BY_ONE - {*WRAPPED})
 # Some have layers without experts, too, unless told otherwise.
@@ -64,7 +64,7 @@ def opened(
     ahead_rows: int = NEVER,
     device: Device = HOST,
     dtype: str = "float32",
-    **more: int,
+    **options: int,
 ) -> Iterator[tuple[TreeModel, ExpertPool]]:
     """The model with its layers bound, on a device if there is one, and its pool of experts."""
     with ExitStack() as resources:
@@ -77,8 +77,8 @@ def opened(
             model.bind_layer(layer, store.fetch(layout))
         if device.has_own_memory:
             resources.callback(device.finish)
-        records = [one.records for one in model.experts]
-        pool = open_pool(store, records, num_slots, device, resources, ahead_rows=ahead_rows, **more)
+        records = [expert.records for expert in model.experts]
+        pool = open_pool(store, records, num_slots, device, resources, ahead_rows=ahead_rows, **options)
         pool.poison_released = True
         model.bring_experts(pool.bring)
         yield model, pool
@@ -149,7 +149,9 @@ def test_only_what_a_router_chose_is_read(folder: Path) -> None:
         logits_of(model, pool, (1,) * _NUM_ROWS)
         chosen = int((pool.uses_LE > 0).sum())
         assert pool.num_misses == chosen, "each once, since there is room for all"
-        assert pool.bytes_read == sum(np.array([one.slab_bytes for one in pool.layouts])[(pool.uses_LE > 0).ravel()])
+        assert pool.bytes_read == sum(
+            np.array([layout.slab_bytes for layout in pool.layouts])[(pool.uses_LE > 0).ravel()]
+        )
         before = pool.bytes_read
         logits_of(model, pool, (1,) * _NUM_ROWS)
         assert pool.bytes_read == before and pool.num_rows == 2 * _NUM_ROWS
@@ -172,7 +174,7 @@ def recorded(pool: ExpertPool) -> Calls:
 
 def missed(calls: Calls, cache: ExpertCache) -> list[int]:
     """The blocks that these passes have to read, by the bookkeeping alone; hits come first."""
-    found = list[int]()
+    results = list[int]()
     for name, given in calls:
         getattr(cache, name)(*given)
         blocks = [*given[0]] if name == "use" else []  # type: ignore[misc]
@@ -181,10 +183,10 @@ def missed(calls: Calls, cache: ExpertCache) -> list[int]:
             while cache.make_room(block) is None:
                 cache.release(waiting.pop(0))
             waiting.append(block)
-            found.append(block)
+            results.append(block)
         for block in waiting:
             cache.release(block)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def turn_stacks(folder: Path) -> int:
     num_turned = 0
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
-        for name in [one for one in tensors if one.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        for name in [text for text in tensors if text.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
             num_turned += 1
         save_file(tensors, path, metadata={"format": "pt"})
@@ -267,7 +269,7 @@ def test_a_layer_may_have_a_single_expert(tmp_path: Path) -> None:
     config = config_of("qwen3_moe")
     config.num_experts = config.num_local_experts = config.num_experts_per_tok = 1
     folder = save(tiny_model(config), tmp_path)
-    assert {one.num_experts for one in TreeModel(open_checkpoint(folder), on_demand=True).experts} == {1}
+    assert {expert.num_experts for expert in TreeModel(open_checkpoint(folder), on_demand=True).experts} == {1}
     assert_one_by_one(folder, (9, 1, 14), 2)
 
 

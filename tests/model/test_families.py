@@ -182,8 +182,8 @@ def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
     assert not info["missing_keys"], "the reference itself is incomplete"
     is_attending = theirs.config.model_type not in PURE
     ram = streaming_ram(directory, context=128, num_nodes=8)
-    how: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "experts": "layers"}
-    with offload.load(directory, directory, ram=ram, **how) as decoder:
+    options: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "experts": "layers"}
+    with offload.load(directory, directory, ram=ram, **options) as decoder:
         got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
         decoder.save_session(directory / "session")
         held = decoder.load_session(directory / "session").tokens
@@ -193,7 +193,9 @@ def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
         num_kept = len(held) - 1 if is_attending else 0
         assert kept == num_kept, "shapes are told rightly from the config"
         cache = decoder.begin(PROMPT, Sampling()).caches.target  # the one that was written with
-        kv_bytes = sum(one.nbytes for layer in range(cache.num_layers) for one in cache.layer_states(layer).values())
+        kv_bytes = sum(
+            tensor.nbytes for layer in range(cache.num_layers) for tensor in cache.layer_states(layer).values()
+        )
     with choices_beyond_doubt() if theirs.config.model_type in INDEXED else nullcontext():
         assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
     slots_bytes = got.plan.num_layer_slots * got.plan.layer_slot_bytes

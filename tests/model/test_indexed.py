@@ -119,13 +119,13 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
             assert decoder.invariance.holds, decoder.invariance.reason
             got = decoder.generate(random_ids(70), max_new_tokens=20, **drawn)
             texts.append((got.token_ids, got.logprobs))
-    assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
+    assert all(text == texts[0] for text in texts) and len({*texts[0][0]}) > 3
 
 
 def test_scores_that_depend_on_others_are_found_out(glm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what a pass of many rows scores differs in the last bits from what one of few does."""
     scores = selection.index_scores
-    other = lambda *what, **more: scores(*what, **more) * (1 if len(what[0]) < 9 else -1)  # noqa: E731
+    other = lambda *others, **options: scores(*others, **options) * (1 if len(others[0]) < 9 else -1)  # noqa: E731
     monkeypatch.setattr(selection, "index_scores", other)
     with opened(glm, tree="chain:8", context=720, ram="2GiB", invariant=True) as decoder:
         assert not decoder.invariance.holds
@@ -144,8 +144,8 @@ def test_texts_share_passes_and_a_prompt(glm: Path, monkeypatch: pytest.MonkeyPa
     """One that fails would be run again text by text, and so be right all the same."""
     run, shared = TreeModel.forward_parts, []
 
-    def noted(self: TreeModel, parts: Any, **how: Any) -> Tensor:
-        logits = run(self, parts, **how)
+    def noted(self: TreeModel, parts: Any, **options: Any) -> Tensor:
+        logits = run(self, parts, **options)
         shared.append(len(parts) > 1)
         return logits
 
@@ -158,7 +158,9 @@ def test_texts_share_passes_and_a_prompt(glm: Path, monkeypatch: pytest.MonkeyPa
 def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
-    held = [(name, one.nbytes) for layer in range(cache.num_layers) for name, one in cache.layer_states(layer).items()]
+    held = [
+        (name, tensor.nbytes) for layer in range(cache.num_layers) for name, tensor in cache.layer_states(layer).items()
+    ]
     index_bytes = sum(size for name, size in held if name == "index")
     assert index_bytes == 80 * shape.index_bytes_per_token > 0
     assert sum(size for _, size in held) == 80 * shape.kv_bytes_per_token
@@ -173,7 +175,7 @@ def test_a_session_with_other_index_keys_is_refused(glm: Path, tmp_path: Path) -
         held = decoder.load_session(path).tokens
         run = decoder.run(held, offload.Sampling(), max_new_tokens=8, continues=True)
         assert run.sequence.stats.num_kept_tokens > 30
-        changed = {"target.index.0": lambda one: one[..., 1:], "target.index.2": lambda _: None}
+        changed = {"target.index.0": lambda tensor: tensor[..., 1:], "target.index.2": lambda _: None}
         assert_refuses(decoder, path, changed, "index")
     assert wanted[:4] == held[30:34]
 
@@ -247,7 +249,7 @@ def test_an_index_of_another_make_is_refused_by_name(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("kind", ["deepseek_sparse_attention", "indexed_attention"])
 def test_an_older_transformers_is_named(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It calls such layers otherwise, and does not know what newer ones call them."""
-    allowed = [one for one in meta.ALLOWED_LAYER_TYPES if one != "indexed_attention"]
+    allowed = [layer_type for layer_type in meta.ALLOWED_LAYER_TYPES if layer_type != "indexed_attention"]
     monkeypatch.setattr(meta, "ALLOWED_LAYER_TYPES", allowed)
     checkpoint = saying(kind, tmp_path)
     monkeypatch.setattr(meta, "_kinds_of", lambda _: checkpoint.config["layer_types"])
@@ -301,17 +303,21 @@ def wanted(choice: TopK, path: list[int], query_HK: Tensor, weight_H: Tensor, st
 def chosen(rows: PathRows, paths: list[list[int]]) -> list[set[int]]:
     if rows.chosen_TS is None:
         return [{*path} for path in paths]
-    return [{*path} & {*own.nonzero().flatten().tolist()} for path, own in zip(paths, rows.chosen_TS, strict=True)]
+    return [
+        {*path} & {*chosen_S.nonzero().flatten().tolist()} for path, chosen_S in zip(paths, rows.chosen_TS, strict=True)
+    ]
 
 
 def assert_chooses(choice: TopK, num_prefix: int, num_rows: int, seed: int, num_earlier: int = 0) -> None:
     rows, paths, (query_THK, weight_TH, state_SW) = case(num_prefix, num_rows, seed, num_earlier)
     got = select(choice, rows, query_THK, weight_TH, state_SW)
-    for row, own in enumerate(chosen(got, paths)):
-        assert own == wanted(choice, paths[row], query_THK[row], weight_TH[row], state_SW), row
+    for row, chosen_rows in enumerate(chosen(got, paths)):
+        assert chosen_rows == wanted(choice, paths[row], query_THK[row], weight_TH[row], state_SW), row
     if got.chosen_TS is not None:
-        found = ({*own.nonzero().flatten().tolist()} for own in got.chosen_TS)
-        assert all(own <= {*path} for own, path in zip(found, paths, strict=True)), "nothing beside the path"
+        result = ({*chosen_S.nonzero().flatten().tolist()} for chosen_S in got.chosen_TS)
+        assert all(chosen_rows <= {*path} for chosen_rows, path in zip(result, paths, strict=True)), (
+            "nothing beside the path"
+        )
 
 
 CHOICES = {"tokens": TopK(12), "pools": TopK(3, MEANS), "wide pools": TopK(2, MEANS._replace(size=8))}
@@ -334,11 +340,11 @@ def test_each_group_of_heads_chooses_blocks_on_its_rows_own_paths(num_prefix: in
     groups = got if isinstance(got, tuple) else (got,) * NUM_HEADS
     assert isinstance(got, tuple) == (max(map(len, paths)) > 24)
     for head, group in enumerate(groups):
-        for row, own in enumerate(chosen(group, paths)):
+        for row, chosen_rows in enumerate(chosen(group, paths)):
             blocks = [paths[row][lo : lo + 8] for lo in range(0, len(paths[row]), 8)]
             scores = [float((state_SW[block] @ query_THK[row, head]).max()) for block in blocks[:-1]] + [math.inf]
             best = sorted(range(len(blocks)), key=lambda index: (-scores[index], index))[:3]
-            assert own == {column for index in best for column in blocks[index]}, (head, row)
+            assert chosen_rows == {column for index in best for column in blocks[index]}, (head, row)
 
 
 def test_a_prompt_chooses_row_by_row() -> None:
@@ -354,21 +360,21 @@ def test_a_prompt_chooses_row_by_row() -> None:
 
 
 def test_texts_that_share_a_pass_choose_among_their_own() -> None:
-    one, other = case(40, 9, seed=3), case(70, 12, seed=4)
-    query_THK, weight_TH = (torch.cat([one[2][at], other[2][at]]) for at in range(2))
+    first, other = case(40, 9, seed=3), case(70, 12, seed=4)
+    query_THK, weight_TH = (torch.cat([first[2][at], other[2][at]]) for at in range(2))
     gap_SW = torch.full((7, WIDTH), torch.nan)  # slots that nothing was written to
-    state_SW = torch.cat([one[2][2], gap_SW, other[2][2]])
-    num_first = len(one[2][2])
+    state_SW = torch.cat([first[2][2], gap_SW, other[2][2]])
+    num_first = len(first[2][2])
     caches = [KVCache(1, num_first + 7) for _ in range(2)]
     KVCache.side_by_side(caches)
     num_other = len(state_SW) - num_first - 7
     sizes = zip(caches, (0, 9), (9, 12), (num_first, num_other), strict=True)
     parts = [BatchPart(*[torch.empty(num)] * 3, cache, 0, lo, end - num) for cache, lo, num, end in sizes]
-    seen = BatchMask(parts, (one[0], other[0]))
+    seen = BatchMask(parts, (first[0], other[0]))
     for choice in CHOICES.values():
         got = select(choice, seen, query_THK, weight_TH, state_SW)
-        for mask, (rows, paths, what) in zip(got.masks, (one, other), strict=True):
-            assert chosen(mask, paths) == chosen(select(choice, rows, *what), paths)
+        for mask, (rows, paths, part) in zip(got.masks, (first, other), strict=True):
+            assert chosen(mask, paths) == chosen(select(choice, rows, *part), paths)
 
 
 def test_scores_are_added_up_over_heads() -> None:
@@ -387,8 +393,8 @@ def test_attention_sees_what_was_chosen(num_prefix: int, num_rows: int) -> None:
     query_HTK, key_GSK, value_GSV = torch.randn(4, num_rows, 16), *torch.randn(2, 2, len(state_SW), 16)
     got_THV = path_attention(query_HTK, key_GSK, value_GSV, rows, ScoreTerms(0.3))
     without = path_attention(query_HTK, key_GSK, value_GSV, replace(rows, chosen_TS=None), ScoreTerms(0.3))
-    for row, own in enumerate(chosen(rows, paths)):
-        columns = sorted(own)
+    for row, chosen_rows in enumerate(chosen(rows, paths)):
+        columns = sorted(chosen_rows)
         for head in range(4):
             weight_C = (0.3 * key_GSK[head // 2, columns] @ query_HTK[head, row]).softmax(0)
             wanted_V = weight_C @ value_GSV[head // 2, columns]

@@ -68,7 +68,7 @@ def scattered(num_prefix: int) -> tuple[Topology, list[int], list[int]]:
         level = list(range(len(tokens), len(tokens) + width))
         path.append(level[next(i for i, child in enumerate(children) if child[1] == token)])
         parents += [parent for parent, _ in children]
-        tokens += [3 + len(tokens) if own < 0 else own for _, own in children]
+        tokens += [3 + len(tokens) if token < 0 else token for _, token in children]
     return Topology.from_parents(parents), tokens, path
 
 
@@ -135,10 +135,10 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
     """In a model's own pass: a trial of what the mode makes would find that everything is the same."""
     begun, ended = [], []
 
-    def noting(multiply: Any, factor: Tensor, *args: Any, **more: Any) -> tuple[int, ...]:
+    def noting(multiply: Any, factor: Tensor, *args: Any, **options: Any) -> tuple[int, ...]:
         assert len(begun) == len(ended), "a trial within a trial"
         begun.append(factor.ndim)
-        sizes = find_sizes(multiply, factor, *args, **more)
+        sizes = find_sizes(multiply, factor, *args, **options)
         ended.append(factor.ndim)
         return sizes
 

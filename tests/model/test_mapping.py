@@ -114,8 +114,8 @@ def test_tied_however_it_is_stored(stored: str, tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors
     table = tensors.pop(TIED[0])
     heads = {"table": {}, "both": {TIED[1]: table.clone()}, "apart": {TIED[1]: torch.randn_like(table)}}
-    own = {TIED[1]: table} if stored == "head" else {TIED[0]: table, **heads[stored]}
-    rewrite(tmp_path, {**tensors, **own})
+    stored_tensors = {TIED[1]: table} if stored == "head" else {TIED[0]: table, **heads[stored]}
+    rewrite(tmp_path, {**tensors, **stored_tensors})
     ours = assert_loads_like_transformers(tmp_path)
     assert torch.equal(ours[TIED[0]], ours[TIED[1]]) == (stored != "apart")
     assert stored != "table" or ours[TIED[0]].data_ptr() == ours[TIED[1]].data_ptr(), "one tensor for both"
@@ -178,9 +178,9 @@ def leave_a_gap(tensors: dict[str, Tensor]) -> None:
 
 def rows_of_another_expert(tensors: dict[str, Tensor]) -> None:
     """Together they have as many as they should."""
-    one, other = (f"model.layers.1.mlp.experts.{expert}.gate_proj.weight" for expert in (0, 1))
-    rows = torch.cat([tensors[one], tensors[other]])
-    tensors[one], tensors[other] = rows[:34], rows[34:]
+    first, other = (f"model.layers.1.mlp.experts.{expert}.gate_proj.weight" for expert in (0, 1))
+    rows = torch.cat([tensors[first], tensors[other]])
+    tensors[first], tensors[other] = rows[:34], rows[34:]
 
 
 def stacks_of_another_order(tensors: dict[str, Tensor]) -> None:
@@ -242,13 +242,13 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         r"are both stored for model\.layers\.1\.mlp\.experts\.down_proj",
     ),
     "wrong width": (
-        put(QUERY, lambda one: one[:, 1:]),
+        put(QUERY, lambda tensor: tensor[:, 1:]),
         r"q_proj\.weight must have shape \[64, 64\], the file has \[64, 63\]",
     ),
     "transposed": (put(KEY, Tensor.t), r"k_proj\.weight must have shape \[32, 64\], the file has \[64, 32\]"),
     "integers": (put(NORM, Tensor.int), r"must be bf16, fp16, fp32 or quantised, model\.norm\.weight is I32"),
     "a wrapper for training": (
-        lambda one: [one.update({f"module.{name}": one.pop(name)}) for name in [*one]],
+        lambda tensors: [tensors.update({f"module.{name}": tensors.pop(name)}) for name in [*tensors]],
         r"embed_tokens\.weight is missing, the file has module\.model\.embed.*: save the model once",
     ),
     "no head": (dropped("lm_head.weight"), r"lm_head\.weight is missing: a model that embeds or classifies has none"),
@@ -282,11 +282,11 @@ def test_stacks_of_another_order_never_pass(inner: int, tmp_path: Path) -> None:
     """Where one of the two is square, the other shows it."""
     config = Glm4MoeConfig(**_SIZES, **{**_ROUTED, "moe_intermediate_size": inner}, head_dim=8, n_group=2, topk_group=1)
     model = build(config)
-    stacks = {name: one.mT.contiguous() for name, one in model.state_dict().items() if ".mlp.experts." in name}
-    assert {tuple(one.shape) for one in stacks.values()} == {(12, 32, 2 * inner), (12, inner, 32)}
+    stacks = {name: value.mT.contiguous() for name, value in model.state_dict().items() if ".mlp.experts." in name}
+    assert {tuple(tensor.shape) for tensor in stacks.values()} == {(12, 32, 2 * inner), (12, inner, 32)}
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    rewrite(tmp_path, {**{key: one for key, one in tensors.items() if ".mlp.experts." not in key}, **stacks})
+    rewrite(tmp_path, {**{key: value for key, value in tensors.items() if ".mlp.experts." not in key}, **stacks})
     with pytest.raises(UserError, match=TURNED):
         our_state(tmp_path)
 

@@ -110,10 +110,10 @@ def tree_of(text: list[int], num_pending: int, cache: KVCache) -> BatchPart:
 
 def alone(model: TreeModel, text: list[int]) -> Tensor:
     """Logits after every node of a tree behind a text, which comes in a pass of its own."""
-    own = model.new_cache(100)
-    model.forward_parts([prompt_of(text, own)])
-    own.commit(range(len(text)))
-    return model.forward_parts([tree_of(text, 0, own)])
+    cache = model.new_cache(100)
+    model.forward_parts([prompt_of(text, cache)])
+    cache.commit(range(len(text)))
+    return model.forward_parts([tree_of(text, 0, cache)])
 
 
 def together(model: TreeModel, lent: list[KVCache]) -> list[Tensor]:
@@ -144,7 +144,7 @@ def test_bits_stay_where_rows_are_invariant(base: Path) -> None:
     model.set_batch_invariant(InvariantRows((1,)))
     wanted = [alone(model, text) for text in TEXTS]
     got = together(model, [model.new_cache(100) for _ in TEXTS])
-    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    assert all(torch.equal(left, other) for left, other in zip(got, wanted, strict=True))
 
 
 def test_masks_that_are_calculated_with_are_refused(base: Path) -> None:
@@ -159,5 +159,5 @@ def test_a_text_is_copied_to_another_place(base: Path) -> None:
     model.forward_parts([prompt_of(TEXTS[0], lent[2])])
     lent[2].commit(range(41))
     lent[0].copy_from(lent[2], 41)
-    got = [model.forward_parts([tree_of(TEXTS[0], 0, one)]) for one in (lent[0], lent[2])]
+    got = [model.forward_parts([tree_of(TEXTS[0], 0, cache)]) for cache in (lent[0], lent[2])]
     assert torch.equal(*got) and lent[0].length == 41

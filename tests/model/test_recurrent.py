@@ -77,14 +77,14 @@ def num_nodes_of(tree: str) -> int:
 
 @contextmanager
 def opened(
-    folder: Path, *, tree: str = "8x3", context: int = 160, num_slots: int = 3, **more: Any
+    folder: Path, *, tree: str = "8x3", context: int = 160, num_slots: int = 3, **options: Any
 ) -> Iterator[offload.Decoder]:
     """A decoder whose layers stream, and whose draft is the model itself."""
-    parallel = more.get("parallel", 1)
-    sizes = {"context": context, "parallel": parallel, "experts": "layers", "dtype": more.get("dtype", "auto")}
+    parallel = options.get("parallel", 1)
+    sizes = {"context": context, "parallel": parallel, "experts": "layers", "dtype": options.get("dtype", "auto")}
     ram = streaming_ram(folder, num_slots=num_slots, num_nodes=num_nodes_of(tree) * parallel, **sizes)
-    how = {"ram": ram, "context": context, "tree": tree, "threads": 1, "experts": "layers"}
-    with offload.load(folder, folder, **(how | more)) as decoder:
+    settings = {"ram": ram, "context": context, "tree": tree, "threads": 1, "experts": "layers"}
+    with offload.load(folder, folder, **(settings | options)) as decoder:
         yield decoder
 
 
@@ -107,12 +107,12 @@ def assert_follows_trees(
         tokens = random_ids(len(PARENTS), seed=step)
         logits_NV = tree_scores(ours, cache, PARENTS, tokens)
         for node in nodes:
-            path = [tokens[one] for one in path_to(node)]
+            path = [tokens[above] for above in path_to(node)]
             with torch.inference_mode():
                 wanted_V = theirs(input_ids=torch.tensor([ids + path])).logits[0, -1]
             torch.testing.assert_close(logits_NV[node], wanted_V, atol=2e-4, rtol=1e-4)
         cache.commit(path_to(end))
-        ids += [tokens[one] for one in path_to(end)]
+        ids += [tokens[above] for above in path_to(end)]
     assert cache.length == len(ids)
 
 
@@ -128,7 +128,7 @@ def test_bits_are_those_of_one_token_at_a_time(folder: Path) -> None:
             assert decoder.invariance.holds, decoder.invariance.reason
             got = decoder.generate(random_ids(30), max_new_tokens=24, num_logprobs=2)
             texts.append((got.token_ids, got.logprobs))
-    assert all(one == texts[0] for one in texts) and len({*texts[0][0]}) > 3
+    assert all(text == texts[0] for text in texts) and len({*texts[0][0]}) > 3
 
 
 def delta_inputs(num_rows: int, rule: gated_delta.GatedDelta) -> Inputs:
@@ -151,9 +151,9 @@ def test_compiled_steps_have_the_bits_of_the_plain_ones(num_threads: int, monkey
     ready = rule.prepare(inputs)
     parents, states, wanted = [BASE, 0, *(max(1, parent + 2) for parent in tree.parents)], {BASE: base}, []
     for row, parent in enumerate(parents):
-        own = {name: row_T[row : row + 1] for name, row_T in ready.items()}
-        states[row] = rule.advance(states[parent], own)
-        wanted.append(rule.read(states[row], own))
+        reply = {name: row_T[row : row + 1] for name, row_T in ready.items()}
+        states[row] = rule.advance(states[parent], reply)
+        wanted.append(rule.read(states[row], reply))
     before = base.clone()
     monkeypatch.setattr(gated_delta, "_LEAST_SHARED", 0)
     monkeypatch.setattr(TEAM, "_num_threads", num_threads)
@@ -180,8 +180,8 @@ def test_a_step_that_depends_on_others_is_found_out(qwen: Path, monkeypatch: pyt
     """Planted: what two rows get in one step differs in the last bit from what one gets."""
     advance = gated_delta.GatedDelta.advance
 
-    def other(self: Any, state: torch.Tensor, *more: Any) -> Any:
-        after = advance(self, state, *more)
+    def other(self: Any, state: torch.Tensor, *others: Any) -> Any:
+        after = advance(self, state, *others)
         return after if len(after) == 1 else after * (1 + 1e-6)
 
     monkeypatch.setattr(gated_delta.GatedDelta, "walks", lambda *_: False)
@@ -196,14 +196,14 @@ def test_each_mixer_does_what_the_library_does(kind: str) -> None:
     config = config_of(kind)
     model = tiny_model(config)
     layers = model.get_decoder().layers
-    found = [m for layer in layers for m in layer.modules() if table.kind_of(m) is not None]
-    assert found, "every family has one"
+    results = [m for layer in layers for m in layer.modules() if table.kind_of(m) is not None]
+    assert results, "every family has one"
     rows = torch.randn(1, 40, config.hidden_size, generator=torch.Generator().manual_seed(1))
     position_T = torch.arange(40)
-    more = {"position_ids": position_T[None], "attention_mask": None, "position_embeddings": None}
-    more = more if kind in ("minimax", "recurrent_gemma") else {}
-    index = next(at for at, layer in enumerate(layers) if found[0] in [*layer.modules()])
-    ours = table.kind_of(found[0])(found[0], config, index)  # type: ignore[misc]
+    extra = {"position_ids": position_T[None], "attention_mask": None, "position_embeddings": None}
+    extra = extra if kind in ("minimax", "recurrent_gemma") else {}
+    index = next(at for at, layer in enumerate(layers) if results[0] in [*layer.modules()])
+    ours = table.kind_of(results[0])(results[0], config, index)  # type: ignore[misc]
     for is_exact in (False, True):
         cache = RecurrentCache(len(layers), 80)
         cache.expect_rows(40)
@@ -211,8 +211,8 @@ def test_each_mixer_does_what_the_library_does(kind: str) -> None:
         with torch.inference_mode(), lay([part], PLAIN if is_exact else None).running():
             got = ours(rows)
         with torch.inference_mode():
-            wanted = found[0](rows, **more)
-        got, wanted = (one[0] if isinstance(one, tuple) else one for one in (got, wanted))
+            wanted = results[0](rows, **extra)
+        got, wanted = (state[0] if isinstance(state, tuple) else state for state in (got, wanted))
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -255,13 +255,13 @@ def test_sizes_that_no_mixer_can_take_are_refused(kind: str, name: str, size: An
 @pytest.mark.parametrize("num_tokens", [1, 5, 130])
 def test_prompts_of_any_length_are_read(num_tokens: int, is_resident: bool, qwen: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
-    more = {"ram": "2GiB"} if is_resident else {}
-    with opened(qwen, tree="dynamic:16x4", context=200, **more) as decoder:
+    extra = {"ram": "2GiB"} if is_resident else {}
+    with opened(qwen, tree="dynamic:16x4", context=200, **extra) as decoder:
         new_ids = decoder.generate(random_ids(num_tokens), max_new_tokens=48).token_ids
     assert new_ids == greedy_choices(theirs, new_ids, random_ids(num_tokens))
 
 
-def assert_goes_on_after_interrupts(folder: Path, broken: tuple[int, int, int], **how: Any) -> None:
+def assert_goes_on_after_interrupts(folder: Path, broken: tuple[int, int, int], **options: Any) -> None:
     """A text whose passes end in these layers, counted from the first pass on, is the text without."""
     num_layers = 0
 
@@ -272,9 +272,9 @@ def assert_goes_on_after_interrupts(folder: Path, broken: tuple[int, int, int], 
             raise KeyboardInterrupt
 
     prompt = random_ids(30)
-    with opened(folder, **how) as decoder:
+    with opened(folder, **options) as decoder:
         wanted = decoder.generate(prompt, max_new_tokens=24).token_ids
-    with opened(folder, on_layer=on_layer, **how) as decoder:
+    with opened(folder, on_layer=on_layer, **options) as decoder:
         sequence = decoder.begin(prompt, offload.Sampling(), shape=decoder.tree_choice(offload.Sampling()).shape)
         num_broken = 0
         while len(sequence.new_ids) < 24:
@@ -289,13 +289,13 @@ def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> Non
     assert_goes_on_after_interrupts(model, (3, 14, 23))
 
 
-def assert_goes_on(folder: Path, num_alike: int, num_kept_alike: int, **how: Any) -> None:
+def assert_goes_on(folder: Path, num_alike: int, num_kept_alike: int, **options: Any) -> None:
     """Texts that begin as the one before, as turns of a chat do, or edited behind so many tokens."""
-    prompt, more = random_ids(30), random_ids(9, seed=3)
-    with opened(folder, **how) as decoder:
+    prompt, extra = random_ids(30), random_ids(9, seed=3)
+    with opened(folder, **options) as decoder:
         first = decoder.generate(prompt, max_new_tokens=12).token_ids
-        whole, edited = [*prompt, *first, *more], [*prompt[:num_alike], *more]
-        for text, num_kept in ((whole, len(prompt) + 11), (edited, num_kept_alike), (more, 0)):
+        whole, edited = [*prompt, *first, *extra], [*prompt[:num_alike], *extra]
+        for text, num_kept in ((whole, len(prompt) + 11), (edited, num_kept_alike), (extra, 0)):
             run = decoder.run(text, offload.Sampling(), max_new_tokens=10, continues=True)
             assert run.sequence.stats.num_kept_tokens == num_kept
             assert "".join(run) == run.result().text
@@ -308,17 +308,17 @@ def test_a_text_goes_on_from_its_end_or_from_its_prompt(model: Path) -> None:
     assert_goes_on(model, 30, 29)
 
 
-def assert_texts_share_passes(folder: Path, **how: Any) -> None:
+def assert_texts_share_passes(folder: Path, **options: Any) -> None:
     """Two texts, and two samples of one prompt, are what each is by itself."""
     prompts = [random_ids(30), random_ids(41, seed=5)]
     drawn: dict[str, Any] = {"max_new_tokens": 16, "temperature": 0.8}
-    with opened(folder, **how) as decoder:
+    with opened(folder, **options) as decoder:
         wanted = [decoder.generate(prompt, seed=4, **drawn).token_ids for prompt in prompts]
         wanted.append(decoder.generate(prompts[1], seed=5, **drawn).token_ids)
-    with opened(folder, parallel=2, **how) as decoder:
-        assert [one.token_ids for one in decoder.generate(prompts, seed=4, **drawn)] == wanted[:2]
+    with opened(folder, parallel=2, **options) as decoder:
+        assert [generation.token_ids for generation in decoder.generate(prompts, seed=4, **drawn)] == wanted[:2]
         samples = decoder.generate(prompts[1], num_samples=2, seed=4, **drawn)
-        assert [one.token_ids for one in samples] == wanted[1:]
+        assert [generation.token_ids for generation in samples] == wanted[1:]
 
 
 def test_texts_share_passes_and_the_state_of_a_prompt(model: Path) -> None:
@@ -351,13 +351,15 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
     assert isinstance(cache, RecurrentCache)
-    kept = sum(one.nbytes for inputs in cache._kept.values() for one in inputs.values())
+    kept = sum(tensor.nbytes for inputs in cache._kept.values() for tensor in inputs.values())
     point = cache.point_at(30)
-    assert sum(one.nbytes for one in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
-    assert max([one.nbytes for one in point.states.values()], default=0) == shape.recurrent.largest_bytes
+    assert (
+        sum(tensor.nbytes for tensor in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
+    )
+    assert max([tensor.nbytes for tensor in point.states.values()], default=0) == shape.recurrent.largest_bytes
     assert 0 < kept <= len(PARENTS) * shape.recurrent.kept_bytes
-    held = [one for layer in range(cache.num_layers) for one in cache.layer_states(layer).values()]
-    assert sum(one.nbytes for one in held) == 80 * shape.kv_bytes_per_token
+    held = [state for layer in range(cache.num_layers) for state in cache.layer_states(layer).values()]
+    assert sum(tensor.nbytes for tensor in held) == 80 * shape.kv_bytes_per_token
 
 
 def assert_refuses(decoder: offload.Decoder, path: Path, changed: dict[str, Change], words: str) -> None:
@@ -367,7 +369,7 @@ def assert_refuses(decoder: offload.Decoder, path: Path, changed: dict[str, Chan
         notes = {key: value for key, value in file.metadata().items() if key != "crc32"}
     for name, change in changed.items():
         other = change(tensors[name])
-        wrong = {key: one for key, one in tensors.items() if key != name}
+        wrong = {key: value for key, value in tensors.items() if key != name}
         write_tensors(path, notes, wrong | ({} if other is None else {name: other.contiguous()}))
         with pytest.raises(offload.UserError, match=words):
             decoder.load_session(path)
@@ -378,7 +380,7 @@ def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> N
     with opened(qwen) as decoder:
         decoder.generate(random_ids(30), max_new_tokens=4)
         decoder.save_session(path)
-        changed = {"target.states.0": lambda one: one[1:], "target.tails.1": lambda _: None}
+        changed = {"target.states.0": lambda state: state[1:], "target.tails.1": lambda _: None}
         assert_refuses(decoder, path, changed, "states")
 
 
@@ -490,7 +492,7 @@ def test_a_convolution_sees_its_path(num_taps: int) -> None:
         while node != BASE:
             path.insert(0, node)
             node = parents[node]
-        seen = [*range(num_taps - 1), *(num_taps - 1 + one for one in path)][-num_taps:]
+        seen = [*range(num_taps - 1), *(num_taps - 1 + row for row in path)][-num_taps:]
         assert places[:, row].tolist() == seen
 
 

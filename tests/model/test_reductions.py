@@ -81,12 +81,12 @@ def rows_of(width: int) -> Tensor:
 def differing(module: nn.Module, rows: Tensor) -> list[tuple[int, int]]:
     """Which rows have other bits in a pass of their own than among many."""
     many_ND = module(rows)[0].held
-    found = []
+    results = []
     for few in (1, 2, 5, 8, 15, 16, 33):
         for lo in range(0, MANY, few):
             if not torch.equal(module(rows[:, lo : lo + few])[0].held, many_ND[lo : lo + few]):
-                found.append((lo, few))
-    return found
+                results.append((lo, few))
+    return results
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])

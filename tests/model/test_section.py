@@ -148,7 +148,9 @@ def test_sections_compute_what_the_whole_computes(
     checkpoint = checkpoints(family)
     wanted = run_whole(resident_model(checkpoint, "auto"))
     with ExitStack() as resources:
-        parts = [resources.enter_context(opened(checkpoint, one, is_streamed=is_streamed)) for one in sections(*cuts)]
+        parts = [
+            resources.enter_context(opened(checkpoint, section, is_streamed=is_streamed)) for section in sections(*cuts)
+        ]
         got = run_parts(parts)
     assert all(map(torch.equal, got, wanted)) and len(got) == 9
 
@@ -173,12 +175,14 @@ def test_all_layers_without_table_and_head(checkpoints: Callable[[str], Checkpoi
 def test_a_plan_counts_what_a_section_has(family: str, checkpoints: Callable[[str], Checkpoint]) -> None:
     checkpoint = checkpoints(family)
     whole = plan_of(checkpoint, Section(0, 4, True, True))
-    one, two, three = (plan_of(checkpoint, section) for section in sections(0, 1, 3, 4))
+    first, two, three = (plan_of(checkpoint, section) for section in sections(0, 1, 3, 4))
     assert whole == plan_memory((checkpoint, None), ram=1 << 40, **SIZES), "all of it is the whole"
-    assert (*one.layer_bytes, *two.layer_bytes, *three.layer_bytes) == whole.layer_bytes
-    assert one.kv_bytes + two.kv_bytes + three.kv_bytes == whole.kv_bytes and two.kv_bytes == 2 * one.kv_bytes
-    assert two.rest_bytes == 0 < one.rest_bytes <= three.rest_bytes < whole.rest_bytes + one.rest_bytes
-    assert two.activation_bytes == one.activation_bytes < three.activation_bytes, "a part without a head scores no row"
+    assert (*first.layer_bytes, *two.layer_bytes, *three.layer_bytes) == whole.layer_bytes
+    assert first.kv_bytes + two.kv_bytes + three.kv_bytes == whole.kv_bytes and two.kv_bytes == 2 * first.kv_bytes
+    assert two.rest_bytes == 0 < first.rest_bytes <= three.rest_bytes < whole.rest_bytes + first.rest_bytes
+    assert two.activation_bytes == first.activation_bytes < three.activation_bytes, (
+        "a part without a head scores no row"
+    )
 
 
 def test_layers_that_hang_together_are_refused(tmp_path: Path) -> None:

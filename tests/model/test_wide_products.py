@@ -59,10 +59,10 @@ def exact(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def test_a_wide_product_is_rounded_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     *_, num_columns, width = shape
     shapes = ((*shape[:2], width), (num_columns, width), (num_columns,))
-    rows, weight, bias = (numbers(*one, dtype=dtype) for one in shapes)
-    for more in ((), (bias,)):
-        wanted = exact(rows, weight, *more)
-        error = (linear(rows, weight, *more).double() - wanted).abs()
+    rows, weight, bias = (numbers(*shape, dtype=dtype) for shape in shapes)
+    for extra in ((), (bias,)):
+        wanted = exact(rows, weight, *extra)
+        error = (linear(rows, weight, *extra).double() - wanted).abs()
         assert (error <= torch.finfo(dtype).eps / 2 * wanted.abs() + 1e-4).all()
 
 
@@ -81,7 +81,7 @@ def test_all_products_of_a_model_are_wide_there(monkeypatch: pytest.MonkeyPatch)
     rows, weight, stack = numbers(1, 5, 64), numbers(96, 64), numbers(3, 64, 8)
     wanted = [linear(rows, weight), (rows.float() @ stack.float()).bfloat16()]
     states = [numbers(1, 2, 5, 32) for _ in range(3)]
-    wanted.append(functional.scaled_dot_product_attention(*(one.float() for one in states)).bfloat16())
+    wanted.append(functional.scaled_dot_product_attention(*(tensor.float() for tensor in states)).bfloat16())
     products = WideProducts()
     got = [products.linear(rows, weight), products.multiply(torch.matmul, rows, stack), attend(*states)]
     assert all(torch.equal(*both) for both in zip(got, wanted, strict=True))
@@ -96,19 +96,19 @@ def test_rows_of_wide_products_have_the_same_bits(num_rows: int) -> None:
     rows, weight, factor = numbers(1, 300, 96), numbers(200, 96), numbers(96, 72)
     invariant = InvariantRows([1])
     whole, some = (
-        (invariant.linear(own, weight), invariant.multiply(torch.matmul, own, factor))
-        for own in (rows, rows[:, :num_rows])
+        (invariant.linear(part, weight), invariant.multiply(torch.matmul, part, factor))
+        for part in (rows, rows[:, :num_rows])
     )
     if invariant.num_refused:
         pytest.skip("this processor: float32 has other bits for each number of rows")
-    assert all(torch.equal(one[:, :num_rows], other) for one, other in zip(whole, some, strict=True))
+    assert all(torch.equal(left[:, :num_rows], other) for left, other in zip(whole, some, strict=True))
     assert torch.allclose(whole[0].double(), exact(rows, weight), rtol=torch.finfo(torch.bfloat16).eps, atol=1e-3)
 
 
 def test_rows_of_another_type_are_not_read_as_the_weights() -> None:
     """Bits of one type mean other numbers in the other."""
     rows, weight = numbers(3, 64, dtype=torch.float16), numbers(40, 64)
-    found = linear(rows, weight)
-    assert found.dtype == torch.float16
-    torch.testing.assert_close(found.double(), exact(rows, weight), atol=2e-2, rtol=1e-2)
+    tensor = linear(rows, weight)
+    assert tensor.dtype == torch.float16
+    torch.testing.assert_close(tensor.double(), exact(rows, weight), atol=2e-2, rtol=1e-2)
     assert not wide_products.is_widened(rows, weight)

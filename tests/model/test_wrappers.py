@@ -74,7 +74,7 @@ def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.gemma3n import modeling_gemma3n as gemma3n
 
     make = gemma3n.AutoModel.from_config
-    blind = lambda config, **more: nn.Linear(96, 96) if "vision" in config.model_type else make(config, **more)  # noqa: E731
+    blind = lambda config, **options: nn.Linear(96, 96) if "vision" in config.model_type else make(config, **options)  # noqa: E731
     monkeypatch.setattr(gemma3n.AutoModel, "from_config", blind)
 
 
@@ -103,19 +103,23 @@ def written_by_transformers(model: PreTrainedModel) -> list[int]:
 def streamed(directory: Path) -> Any:
     reads = type("Reads", (NotedReads,), {"pieces": []})
     ram = streaming_ram(directory, context=128, num_nodes=8)
-    how: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "open_source": reads}
-    how["experts"] = "layers"
-    with offload.load(directory, directory, ram=ram, **how) as decoder:
+    options: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "open_source": reads}
+    options["experts"] = "layers"
+    with offload.load(directory, directory, ram=ram, **options) as decoder:
         return decoder.generate(PROMPT, max_new_tokens=NUM_NEW), reads.pieces
 
 
 def assert_towers_are_untouched(checkpoint: Checkpoint, pieces: list[SlabRead]) -> None:
     text = {(entry.shard, entry.lo, entry.hi) for entry in checkpoint.tensors.values()}
-    assert {(one.shard, one.lo) for one in pieces} & {place[:2] for place in text}, "it was this folder that was read"
+    assert {(piece.shard, piece.lo) for piece in pieces} & {place[:2] for place in text}, (
+        "it was this folder that was read"
+    )
     for index, shard in enumerate(checkpoint.shards):
         for name, entry in read_header(shard, index).tensors.items():
             if (index, entry.lo, entry.hi) not in text:
-                reads = [one for one in pieces if one.shard == index and one.lo < entry.hi and one.hi > entry.lo]
+                reads = [
+                    piece for piece in pieces if piece.shard == index and piece.lo < entry.hi and piece.hi > entry.lo
+                ]
                 assert not reads, f"{name} was read"
 
 
@@ -201,7 +205,7 @@ def test_towers_alone_a_language_model_stored_twice_and_one_that_lacks_something
     model = saved("llava", tmp_path)
     state = model.state_dict()
     twice = {**state, "language_model.lm_head.weight": model.lm_head.weight.detach().clone()}
-    lacking = {name: one for name, one in state.items() if not name.endswith("layers.1.mlp.up_proj.weight")}
+    lacking = {name: piece for name, piece in state.items() if not name.endswith("layers.1.mlp.up_proj.weight")}
     for tensors, words in (
         ({"vision_tower.layers.0.weight": torch.ones(3)}, "no tensors of a language model, vision alone"),
         (twice, r"lm_head\.weight of the language model is stored twice"),
@@ -216,7 +220,9 @@ def set_text(directory: Path, **changes: object) -> None:
     """Change what config.json says of the language model; `...` drops it."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    config["text_config"] = {key: one for key, one in {**config["text_config"], **changes}.items() if one is not ...}
+    config["text_config"] = {
+        key: piece for key, piece in {**config["text_config"], **changes}.items() if piece is not ...
+    }
     path.write_text(json.dumps(config))
 
 

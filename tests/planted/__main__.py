@@ -54,22 +54,22 @@ class Copy:
     def with_mistake(self, mistake: Mistake) -> Iterator[None]:
         """Have the mistake meanwhile."""
         path = self._folder / mistake.file
-        own = path.stat().st_mtime
+        own_time = path.stat().st_mtime
         source = path.read_text(encoding="utf-8")
         path.write_text(mistake.plant(source), encoding="utf-8")
-        os.utime(path, (own + 10 * next(_TICK),) * 2)
+        os.utime(path, (own_time + 10 * next(_TICK),) * 2)
         try:
             yield
         finally:
             path.write_text(source, encoding="utf-8")
-            os.utime(path, (own, own))
+            os.utime(path, (own_time, own_time))
 
     def failures(self, *arguments: str) -> list[str]:
         """Return the tests that fail. Raises `RuntimeError` where pytest has not come to its end."""
-        told = self._folder / "told"
+        output = self._folder / "told"
         process = os.fork()
         if process == 0:
-            self._become(told, arguments)
+            self._become(output, arguments)
         deadline_s = time.monotonic() + _MOST_S
         while not (ended := os.waitpid(process, os.WNOHANG))[0]:
             time.sleep(0.02)
@@ -77,26 +77,26 @@ class Copy:
                 os.killpg(process, signal.SIGKILL)
                 os.waitpid(process, 0)
                 return [_ENDLESS]
-        text = told.read_text(encoding="utf-8", errors="replace")
+        text = output.read_text(encoding="utf-8", errors="replace")
         code = os.waitstatus_to_exitcode(ended[1])
-        found = _FAILED.findall(text)
+        result = _FAILED.findall(text)
         if code == 1 and "Timeout (" in text:  # which has ended the run
-            found = found or [_ENDLESS]
-        if code and not (code == 1 and found):
+            result = result or [_ENDLESS]
+        if code and not (code == 1 and result):
             raise RuntimeError(f"pytest {' '.join(arguments)} ended with {code}:\n{text[-2000:]}")
-        return found if code else []
+        return result if code else []
 
-    def _become(self, told: Path, arguments: Sequence[str]) -> NoReturn:
+    def _become(self, output: Path, arguments: Sequence[str]) -> NoReturn:
         """Be a run of pytest in the copy."""
         code = _ENDED_EARLY
         try:
             os.setsid()
-            file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for number in (1, 2):
                 os.dup2(file, number)
             os.chdir(self._folder)
             os.environ["PYTHONPATH"] = str(self._folder)
-            sys.path[:] = [str(self._folder), *(one for one in sys.path if one not in _OWN_PATHS)]
+            sys.path[:] = [str(self._folder), *(path for path in sys.path if path not in _OWN_PATHS)]
             code = int(importlib.import_module("pytest").main([*_PYTEST, *arguments]))
             sys.stdout.flush()
         except BaseException:
@@ -108,8 +108,8 @@ class Copy:
 def first_failure(copy: Copy, mistake: Mistake) -> tuple[str, str]:
     """Return which run notices the mistake, and by which test."""
     with copy.with_mistake(mistake):
-        for name, how in (("quick", ()), ("full", ("--full",))):
-            if failures := copy.failures(*how, *mistake.tests):
+        for name, options in (("quick", ()), ("full", ("--full",))):
+            if failures := copy.failures(*options, *mistake.tests):
                 return name, failures[0]
     return "none", f"{' '.join(mistake.tests)} pass"
 
@@ -121,7 +121,11 @@ def main(arguments: Sequence[str]) -> int:
         "--only", nargs="+", default=[""], help="mistakes against promises, or in files, with one of these in them"
     )
     options = parser.parse_args(arguments)
-    mistakes = [one for one in read_mistakes() if any(word in f"{one.promise} {one.file}" for word in options.only)]
+    mistakes = [
+        mistake
+        for mistake in read_mistakes()
+        if any(word in f"{mistake.promise} {mistake.file}" for word in options.only)
+    ]
     os.environ.update(_ALIKE)
     for name in _LIBRARIES:
         importlib.import_module(name)
@@ -132,15 +136,15 @@ def main(arguments: Sequence[str]) -> int:
         for mistake in mistakes:
             begun_s = time.monotonic()
             try:
-                which, how = first_failure(copy, mistake)
+                which, settings = first_failure(copy, mistake)
             except (RuntimeError, ValueError) as error:
-                which, how = "none", str(error)
+                which, settings = "none", str(error)
             counts[which] += 1
-            named |= {how} if "::" in how and which != "none" else set()
+            named |= {settings} if "::" in settings and which != "none" else set()
             seconds = time.monotonic() - begun_s
-            print(f"{which:5}  {seconds:4.0f} s  {mistake.promise}  <-  {how.removeprefix('tests/')}", flush=True)
+            print(f"{which:5}  {seconds:4.0f} s  {mistake.promise}  <-  {settings.removeprefix('tests/')}", flush=True)
         wrong = copy.failures("--maxfail=1000", *sorted(named)) if named else []
-    print(*(f"{one} fails without a mistake, too" for one in wrong), sep="\n", end="\n" * bool(wrong))
+    print(*(f"{test} fails without a mistake, too" for test in wrong), sep="\n", end="\n" * bool(wrong))
     print(f"{len(mistakes)} mistakes:", *(f"{number} by {which}" for which, number in counts.items()))
     return 1 if counts["none"] or wrong else 0
 

@@ -36,4 +36,4 @@ def read_mistakes() -> list[Mistake]:
 def _mistake(promise: str, where: str, right: str, wrong: str) -> Mistake:
     file, _, tests = where.partition(" | ")
     assert (right[:2], wrong[:2]) == ("- ", "+ "), promise
-    return Mistake(promise, file, tuple(f"tests/{one}" for one in tests.split()), right[2:], wrong[2:])
+    return Mistake(promise, file, tuple(f"tests/{test}" for test in tests.split()), right[2:], wrong[2:])

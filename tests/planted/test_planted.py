@@ -7,7 +7,7 @@ MISTAKES = read_mistakes()
 
 
 def test_there_are_forty_promises_and_a_place_that_is_gone_is_told() -> None:
-    assert len({one.promise for one in MISTAKES}) == len(MISTAKES) >= 40
+    assert len({mistake.promise for mistake in MISTAKES}) == len(MISTAKES) >= 40
     # A place that is gone or not the only one is told.
     for source in ("", "right right"):
         with pytest.raises(ValueError, match="times, not once"):
@@ -15,8 +15,8 @@ def test_there_are_forty_promises_and_a_place_that_is_gone_is_told() -> None:
 
 
 @pytest.mark.always
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: one.promise)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.promise)
 def test_a_mistake_has_one_place_and_tests_that_ought_to_see_it(mistake: Mistake) -> None:
     source = (ROOT / mistake.file).read_text(encoding="utf-8")
     assert mistake.plant(source) != source
-    assert mistake.tests and all((ROOT / one).exists() for one in mistake.tests)
+    assert mistake.tests and all((ROOT / test).exists() for test in mistake.tests)

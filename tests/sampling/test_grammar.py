@@ -138,9 +138,9 @@ VALIDATE = "validate_grammar_with_warnings"
 def compiler_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Let the process that tries a grammar out meet a compiler that does something else first."""
 
-    def does(what: str) -> None:
+    def does(line: str) -> None:
         code = f"import time\n\n\nclass LLMatcher:\n    @staticmethod\n    def {VALIDATE}(text):\n"
-        (tmp_path / "llguidance.py").write_text(f"{code}        {what}\n        return False, []\n")
+        (tmp_path / "llguidance.py").write_text(f"{code}        {line}\n        return False, []\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr(module, "_CPU_S", 0)  # what the kernel makes of it is the next whole second
 
@@ -182,9 +182,9 @@ def test_without_the_package_or_a_tokenizer_a_line_says_so(
     (tmp_path / "llguidance.py").write_text("raise ModuleNotFoundError(\"No module named 'llguidance'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     line = r"package llguidance by .* lacks it \(No module named 'llg.*pip install"
-    with pytest.raises(UserError, match=line) as told:
+    with pytest.raises(UserError, match=line) as error:
         grammars.mask(Grammar("regex", "[a-c]+ that compiles"))
-    assert "`regex`" not in str(told.value) and "a-c" not in str(told.value)
+    assert "`regex`" not in str(error.value) and "a-c" not in str(error.value)
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'offload\[grammar\]'"):
         Grammars(tokenizer, VOCAB_SIZE, {END}).mask(Grammar("regex", "a"))
@@ -195,8 +195,8 @@ def test_it_is_imported_when_it_is_asked_for() -> None:
     code = "import sys, offload.sampling.grammar; print('torch' in sys.modules, 'llguidance' in sys.modules)"
     code += "; import offload.sampling.grammar_mask; print('llguidance' in sys.modules)"
     root = Path(__file__).parents[2]
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert told.stdout.split() == ["False"] * 3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout.split() == ["False"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -241,11 +241,11 @@ def test_what_was_asked_before_does_not_matter(grammars: Grammars, ids: Any) -> 
                 path[chance.randrange(len(path))] = chance.randrange(VOCAB_SIZE)
             paths.append(tuple(path))
         fresh = [grammars.mask(grammar) for _ in paths]
-        for one in fresh:
-            one.accept(text[:committed])
-        wanted = [allowed(one, [path])[0] for one, path in zip(fresh, paths, strict=True)]
+        for fresh_mask in fresh:
+            fresh_mask.accept(text[:committed])
+        wanted = [allowed(mask, [path])[0] for mask, path in zip(fresh, paths, strict=True)]
         assert allowed(mask, paths) == wanted
-        assert len({len(one) for one in wanted}) > 1, "all are alike"
+        assert len({len(allowed_ids) for allowed_ids in wanted}) > 1, "all are alike"
         num_new = chance.randrange(1, 4)
         mask.accept(text[committed : committed + num_new])
         committed += num_new

@@ -82,10 +82,10 @@ def passes(model: TreeModel) -> tuple[Tensor, Logits, list[int]]:
     position_T = torch.cat([torch.arange(20), torch.from_numpy(TREE.depth_N.copy()) + 20])
     sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
     sees_TT[20:, 20:] = ancestors(TREE)
-    scored, what = count_scored_rows(model), (token_T, position_T, sees_TT)
-    whole = model.forward(*what, KVCache(model.num_layers, 80), num_logits=NUM_NODES)
+    scored, rows = count_scored_rows(model), (token_T, position_T, sees_TT)
+    whole = model.forward(*rows, KVCache(model.num_layers, 80), num_logits=NUM_NODES)
     scored.clear()
-    part = BatchPart(*what, KVCache(model.num_layers, 80))
+    part = BatchPart(*rows, KVCache(model.num_layers, 80))
     logits = model.score([part], num_logits=NUM_NODES, max_rows=MAX_ROWS)
     return whole, logits, scored
 
@@ -125,12 +125,12 @@ SAMPLINGS = ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}, {"temperature": 
 def test_chunks_do_not_change_what_is_written(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = save_pair(FAMILIES["llama"](), tmp_path)
     texts, at_once = [], REFERENCES._replace(match_rows=match_rows_reference)
-    how = {"ram": "1GiB", "context": 128, "tree": "24x6", "threads": 1, "rule": rule}
+    options = {"ram": "1GiB", "context": 128, "tree": "24x6", "threads": 1, "rule": rule}
     for num_rows, kernels in ((None, REFERENCES), (5, REFERENCES), (5, at_once)):
         with monkeypatch.context() as patch:
             rows_at_a_time(patch, num_rows)
             patch.setattr(loading, "pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
-            with offload.load(target, draft, **how) as decoder:
+            with offload.load(target, draft, **options) as decoder:
                 scored = count_scored_rows(decoder.target._model)
                 runs = [decoder.generate(prompts()[1], max_new_tokens=16, **sampling) for sampling in SAMPLINGS]
         texts.append([run.token_ids for run in runs])
@@ -177,7 +177,7 @@ class Agreeing(TokenTree):
 
 def by_ratio(tree: TokenTree, logits: Logits, sampler: Sampler, root_position: int) -> Acceptance:
     """What the ratio rules do, with children that always win."""
-    return walk(tree, logits, sampler, lambda target_V, offers: (Trial(one.child, 1.0, target_V) for one in offers))
+    return walk(tree, logits, sampler, lambda target_V, offers: (Trial(offer.child, 1.0, target_V) for offer in offers))
 
 
 # `match` draws filtered rows one by one and keeps the noise of each depth, of which a real tree has a few dozen.
@@ -201,8 +201,8 @@ def test_the_peak_is_the_one_that_was_planned(
     at_once = REFERENCES._replace(match_rows=match_rows_reference)
     sampler = Sampler(Sampling(**settings), WIDE.vocab_size, kernels=at_once)
     with Peak(WIDE.vocab_size) as peak:
-        what = (tree.token_N, torch.arange(768), causal_TT, KVCache(model.num_layers, 768))
-        logits = model.score([BatchPart(*what)], num_logits=768, max_rows=MAX_LOGITS_ROWS)
+        rows = (tree.token_N, torch.arange(768), causal_TT, KVCache(model.num_layers, 768))
+        logits = model.score([BatchPart(*rows)], num_logits=768, max_rows=MAX_LOGITS_ROWS)
         assert len(verify(tree, logits, sampler, 0).nodes) == 768
     planned_bytes = shape.logits_row_bytes * MAX_LOGITS_ROWS
     assert 0.3 * planned_bytes < peak.num_bytes <= planned_bytes, f"{peak.num_bytes / planned_bytes:.2f} of the plan"

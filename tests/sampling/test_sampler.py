@@ -61,12 +61,12 @@ def test_noise_does_not_depend_on_the_order_of_questions() -> None:
     ahead, back = Sampler(Sampling(temperature=1.0, seed=4), 50), Sampler(Sampling(temperature=1.0, seed=4), 50)
     logits_TV = torch.zeros(2, 50)
     positions = list(range(600))  # more than a sampler keeps
-    one = {position: ahead.perturbed(logits_TV, position) for position in positions}
+    reply = {position: ahead.perturbed(logits_TV, position) for position in positions}
     two = {position: back.perturbed(logits_TV, position) for position in reversed(positions)}
-    assert all(torch.equal(one[position], two[position]) for position in positions)
-    assert all(torch.equal(one[position], ahead.perturbed(logits_TV, position)) for position in (0, 300, 599))
-    assert torch.equal(one[5][0], one[5][1]), "rows that predict the same position share its noise"
-    assert torch.equal(one[5][0], keyed_gumbel(4, 5, 50))
+    assert all(torch.equal(reply[position], two[position]) for position in positions)
+    assert all(torch.equal(reply[position], ahead.perturbed(logits_TV, position)) for position in (0, 300, 599))
+    assert torch.equal(reply[5][0], reply[5][1]), "rows that predict the same position share its noise"
+    assert torch.equal(reply[5][0], keyed_gumbel(4, 5, 50))
 
 
 def test_no_more_noise_is_kept_than_was_planned() -> None:
@@ -107,18 +107,18 @@ def correlations(table: Tensor) -> list[float]:
     return scores
 
 
-def distribution_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
+def distribution_by_hand(logits_V: Tensor, sampling: Sampling) -> np.ndarray:
     """Temperature, the k largest, the smallest set of the most probable with at least p of the mass, then min-p."""
-    chance_V = np.exp(logits_V.double().numpy() / how.temperature)
+    chance_V = np.exp(logits_V.double().numpy() / sampling.temperature)
     chance_V /= chance_V.sum()
     order = np.argsort(-chance_V)
-    if how.top_k:
-        chance_V[order[how.top_k :]] = 0
+    if sampling.top_k:
+        chance_V[order[sampling.top_k :]] = 0
         chance_V /= chance_V.sum()
-    if how.top_p < 1:
+    if sampling.top_p < 1:
         before_V = np.cumsum(chance_V[order]) - chance_V[order]
-        chance_V[order[before_V >= how.top_p]] = 0
-    chance_V[chance_V < how.min_p * chance_V.max()] = 0
+        chance_V[order[before_V >= sampling.top_p]] = 0
+    chance_V[chance_V < sampling.min_p * chance_V.max()] = 0
     return chance_V / chance_V.sum()
 
 
@@ -129,8 +129,10 @@ SETTINGS = {"T1": {"temperature": 1.0}, "T0.6": {"temperature": 0.6}, "top-k": {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_is_drawn_from_is_the_formula(name: str) -> None:
-    how = Sampling(**SETTINGS[name])
-    np.testing.assert_allclose(Sampler(how, 10).host_distribution(LOGITS_V), distribution_by_hand(LOGITS_V, how), 1e-5)
+    sampling = Sampling(**SETTINGS[name])
+    np.testing.assert_allclose(
+        Sampler(sampling, 10).host_distribution(LOGITS_V), distribution_by_hand(LOGITS_V, sampling), 1e-5
+    )
 
 
 def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels: KernelSet = REFERENCES) -> np.ndarray:
@@ -141,8 +143,8 @@ def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_draws_follow_the_exact_distribution(name: str) -> None:
     """Over seeds, and in one generation: one seed, and every position a fresh draw."""
-    how = Sampling(**SETTINGS[name], seed=7)
-    probs_V, sampler = distribution_by_hand(LOGITS_V, how), Sampler(how, 10)
+    sampling = Sampling(**SETTINGS[name], seed=7)
+    probs_V, sampler = distribution_by_hand(LOGITS_V, sampling), Sampler(sampling, 10)
     assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "min-p": 5, "all": 4}[name] == np.count_nonzero(probs_V)
     np.testing.assert_allclose(sampler.host_distribution(LOGITS_V), probs_V, atol=1e-7)
     assert p_value(draws_over_seeds(SETTINGS[name]), probs_V) > P_MIN
@@ -203,9 +205,9 @@ def test_a_lower_temperature_draws_the_likeliest_more_often() -> None:
     assert shares == sorted(shares) and shares[-1] > 0.6
     # Filters in another order would show: top-p of all keeps tokens that top-p of the four largest
     # drops.
-    how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
-    kept = np.flatnonzero(Sampler(how, 10).host_distribution(LOGITS_V))
-    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, how)).tolist()
+    sampling = Sampling(temperature=1.0, top_k=4, top_p=0.8)
+    kept = np.flatnonzero(Sampler(sampling, 10).host_distribution(LOGITS_V))
+    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, sampling)).tolist()
     assert np.count_nonzero(distribution_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
 
 
@@ -217,22 +219,22 @@ EVERY = {"repeat_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": -0
 CASES = [*({name: value} for name, value in EVERY.items()), EVERY]
 
 
-def by_hand(logits_V: Tensor, past: Sequence[int], new: Sequence[int], how: Sampling) -> Tensor:
+def by_hand(logits_V: Tensor, past: Sequence[int], new: Sequence[int], sampling: Sampling) -> Tensor:
     """One row by transformers' own processors, then by the formula of OpenAI, token after token."""
     scores_1V, ids_1T = logits_V[None].float().clone(), torch.tensor([past])
-    if how.logit_bias:
-        bias = [[[token], number] for token, number in dict(how.logit_bias).items()]
+    if sampling.logit_bias:
+        bias = [[[token], number] for token, number in dict(sampling.logit_bias).items()]
         scores_1V = SequenceBiasLogitsProcessor(bias)(ids_1T, scores_1V)
-    if how.repeat_penalty != 1:
-        scores_1V = RepetitionPenaltyLogitsProcessor(how.repeat_penalty)(ids_1T, scores_1V)
+    if sampling.repeat_penalty != 1:
+        scores_1V = RepetitionPenaltyLogitsProcessor(sampling.repeat_penalty)(ids_1T, scores_1V)
     for token in set(new):
         num = list(new).count(token)
-        scores_1V[0, token] -= num * how.frequency_penalty + (num > 0) * how.presence_penalty
+        scores_1V[0, token] -= num * sampling.frequency_penalty + (num > 0) * sampling.presence_penalty
     return scores_1V[0]
 
 
-def sampler_of(how: Sampling, new: Sequence[int] = NEW) -> Sampler:
-    sampler = Sampler(how, SIZE)
+def sampler_of(sampling: Sampling, new: Sequence[int] = NEW) -> Sampler:
+    sampler = Sampler(sampling, SIZE)
     sampler.begin(PROMPT)
     sampler.accept(new)
     return sampler
@@ -241,24 +243,24 @@ def sampler_of(how: Sampling, new: Sequence[int] = NEW) -> Sampler:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=[*EVERY, "every"])
 def test_rows_are_adjusted_as_others_do_it(case: dict[str, float], dtype: torch.dtype) -> None:
-    how, logits_TV = Sampling(**case), LOGITS_TV.to(dtype)
-    before_TV, got_TV = logits_TV.clone(), sampler_of(how).adjusted(logits_TV, PATHS)
+    sampling, logits_TV = Sampling(**case), LOGITS_TV.to(dtype)
+    before_TV, got_TV = logits_TV.clone(), sampler_of(sampling).adjusted(logits_TV, PATHS)
     pasts = [(row_V, [*NEW, *path]) for row_V, path in zip(logits_TV, PATHS, strict=True)]
-    wanted_TV = torch.stack([by_hand(row_V, [*PROMPT, *new], new, how) for row_V, new in pasts])
+    wanted_TV = torch.stack([by_hand(row_V, [*PROMPT, *new], new, sampling) for row_V, new in pasts])
     torch.testing.assert_close(got_TV, wanted_TV, rtol=0, atol=1e-6)
     assert got_TV.dtype == torch.float32
     assert torch.equal(logits_TV, before_TV), "what a model has scored is changed in place"
     assert not torch.equal(got_TV, logits_TV.float())
-    longer = sampler_of(how, [*NEW, 20, 21])
+    longer = sampler_of(sampling, [*NEW, 20, 21])
     longer.cut(NEW)
     assert torch.equal(longer.adjusted(logits_TV, PATHS), got_TV), "a cut text has never said what was cut"
 
 
 def test_the_past_of_a_row_is_its_text_and_its_path_alone() -> None:
     # A row's past is the same, whether its tokens were accepted or lie on its path.
-    how, past = Sampling(**EVERY), [5, 9, 5, 3, 30, 9]
-    rows = [sampler_of(how, past[:at]).adjusted(LOGITS_TV[:1], [past[at:]]) for at in range(len(past) + 1)]
-    assert all(torch.equal(one, other) for one, other in pairwise(rows))
+    sampling, past = Sampling(**EVERY), [5, 9, 5, 3, 30, 9]
+    rows = [sampler_of(sampling, past[:at]).adjusted(LOGITS_TV[:1], [past[at:]]) for at in range(len(past) + 1)]
+    assert all(torch.equal(left, other) for left, other in pairwise(rows))
     # A new text knows nothing of the one before.
     sampler = sampler_of(Sampling(**EVERY), [20, 21])
     sampler.begin(PROMPT)

@@ -13,11 +13,11 @@ from stub_server import Stub, running_stub
 def chromium() -> Iterator[object]:
     """A headless Chromium under Playwright; tests are skipped with the reason where there is none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = find_chromium()
-    if not isinstance(found, Chromium):
-        pytest.skip(found)
+    result = find_chromium()
+    if not isinstance(result, Chromium):
+        pytest.skip(result)
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found.executable, env=found.environment)
+        browser = driver.chromium.launch(executable_path=result.executable, env=result.environment)
         yield browser
         browser.close()
 

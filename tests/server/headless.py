@@ -37,10 +37,10 @@ def find_chromium() -> Chromium | str:
 def _found() -> Chromium | str:
     reasons = []
     for way in (_of_this_machine, _unpacked, _of_playwright, _of_debian):
-        found = way()
-        reason = _start(found) if isinstance(found, Chromium) else found
-        if isinstance(found, Chromium) and reason is None:
-            return found
+        result = way()
+        reason = _start(result) if isinstance(result, Chromium) else result
+        if isinstance(result, Chromium) and reason is None:
+            return result
         reasons.append(str(reason))
     return "no Chromium: " + "; ".join(reasons)
 
@@ -59,8 +59,8 @@ def _start(chromium: Chromium) -> str | None:
 
 def _of_this_machine() -> Chromium | str:
     names = (PACKAGE, "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    return Chromium(found, dict(os.environ)) if found else "none in PATH"
+    result = next((path for name in names if (path := shutil.which(name))), None)
+    return Chromium(result, dict(os.environ)) if result else "none in PATH"
 
 
 def _of_playwright() -> Chromium | str:
@@ -70,8 +70,8 @@ def _of_playwright() -> Chromium | str:
         if reason is not None:
             return f"`playwright install` {reason}"
     names = ("chrome-headless-shell", "headless_shell")
-    found = [path for name in names for path in folder.glob(f"chromium_headless_shell-*/*/{name}")]
-    return Chromium(str(found[0]), dict(os.environ)) if found else "`playwright install` has brought none"
+    results = [path for name in names for path in folder.glob(f"chromium_headless_shell-*/*/{name}")]
+    return Chromium(str(results[0]), dict(os.environ)) if results else "`playwright install` has brought none"
 
 
 def _install(folder: Path) -> str | None:
@@ -125,8 +125,8 @@ def _unpack(root: Path) -> str | None:
 
 def _packages(apt_get: list[str]) -> list[str]:
     command = [*apt_get, "install", "--simulate", "--no-install-recommends", PACKAGE]
-    told = subprocess.run(command, capture_output=True, text=True).stdout
-    return [line.split()[1] for line in told.splitlines() if line.startswith("Inst ")]
+    text = subprocess.run(command, capture_output=True, text=True).stdout
+    return [line.split()[1] for line in text.splitlines() if line.startswith("Inst ")]
 
 
 def _with_own_lists() -> list[str]:

@@ -34,8 +34,8 @@ class Served(NamedTuple):
     clients: ExitStack
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        own = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
-        return self.clients.enter_context(own)
+        opened = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+        return self.clients.enter_context(opened)
 
     def is_idle(self) -> bool:
         figures = self.engine.figures()

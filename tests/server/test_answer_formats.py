@@ -29,11 +29,11 @@ class Cat(BaseModel):
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    how: Any = {"dtype": "float32", "threads": 1, "profile": "none", "lookup": False, "context": 200, "parallel": 2}
-    decoder = offload.load(PAIR / "target", PAIR / "draft", "1GiB", "8x3", **how)
+    options: Any = {"dtype": "float32", "threads": 1, "profile": "none", "lookup": False, "context": 200, "parallel": 2}
+    decoder = offload.load(PAIR / "target", PAIR / "draft", "1GiB", "8x3", **options)
     decoder.tokenizer.chat_template = TEMPLATE
-    with serving(decoder) as found:
-        yield found
+    with serving(decoder) as server:
+        yield server
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, {"temperature": 1.0, "seed": 3}], ids=["greedy", "drawn"])
@@ -151,8 +151,8 @@ def test_a_conversation_with_a_tool(caller: Path, monkeypatch: pytest.MonkeyPatc
         written = f"ADDING add <s>user:Hello<s>assistant:{call_text}</s><s>tool:3<s>assistant:"
         for extra in ({}, {"reasoning_details": ["x"], "cache_control": {"type": "ephemeral"}, "annotations": None}):
             answer = {**choice.message.model_dump(exclude_none=True), **extra}
-            told = [*HELLO, answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-            again = raw(model=MODEL_ID, messages=told, tools=ADDING, **GREEDY)
+            messages = [*HELLO, answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            again = raw(model=MODEL_ID, messages=messages, tools=ADDING, **GREEDY)
             names = "messages[1].cache_control, messages[1].reasoning_details" if extra else None
             assert again.headers.get("x-ignored-fields") == names
             usage = again.parse().usage

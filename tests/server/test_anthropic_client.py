@@ -25,12 +25,12 @@ KEY = "sesame"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(save_agent(tmp_path_factory.mktemp("agent")), api_keys=(KEY,)) as found:
-        yield found
+    with serving(save_agent(tmp_path_factory.mktemp("agent")), api_keys=(KEY,)) as server:
+        yield server
 
 
-def client(served: Served, **how: Any) -> anthropic.Anthropic:
-    made = anthropic.Anthropic(base_url=served.address, api_key=KEY, max_retries=0, timeout=PATIENCE_S, **how)
+def client(served: Served, **options: Any) -> anthropic.Anthropic:
+    made = anthropic.Anthropic(base_url=served.address, api_key=KEY, max_retries=0, timeout=PATIENCE_S, **options)
     return served.clients.enter_context(made)
 
 
@@ -40,7 +40,7 @@ def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response
     return httpx.post(served.address + path, content=content, headers=sent, timeout=PATIENCE_S)
 
 
-def told(response: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error in an answer, proved to have Anthropic's form."""
     assert response.status_code == status, response.text
     body = response.json()
@@ -54,9 +54,9 @@ def shown(blocks: Any) -> list[Any]:
     """The blocks of an answer without the ids of calls."""
     kept = []
     for block in blocks:
-        told = block.model_dump(exclude_none=True)
-        told.pop("id", None)
-        kept.append(told)
+        message = block.model_dump(exclude_none=True)
+        message.pop("id", None)
+        kept.append(message)
     return kept
 
 
@@ -136,7 +136,7 @@ def test_a_loop_of_tools(served: Served, is_streamed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "reason", "stop", "text"),
+    ("extra", "reason", "stop", "text"),
     [
         ({"max_tokens": 2}, "max_tokens", None, "It is 21"),
         ({"stop_sequences": ["never", " deg"]}, "stop_sequence", " deg", "It is 21"),
@@ -144,11 +144,11 @@ def test_a_loop_of_tools(served: Served, is_streamed: bool) -> None:
         ({"max_tokens": 1 << 20}, "end_turn", None, ANSWER),
     ],
 )
-def test_where_it_ends(served: Served, more: Any, reason: str, stop: str | None, text: str) -> None:
+def test_where_it_ends(served: Served, extra: Any, reason: str, stop: str | None, text: str) -> None:
     result = {"type": "tool_result", "tool_use_id": "x", "content": "21"}
     use = {"type": "tool_use", "id": "x", "name": "get_weather", "input": {}}
     messages: Any = [*ASK, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-    asked = {**ASKED, "messages": messages, **more}
+    asked = {**ASKED, "messages": messages, **extra}
     message = client(served).messages.create(**asked)
     with client(served).messages.stream(**asked) as stream:
         streamed = stream.get_final_message()
@@ -179,8 +179,8 @@ def test_an_answer_that_is_begun_is_gone_on_with(served: Served) -> None:
 
 @pytest.mark.parametrize("kind", ["disabled", "enabled", "adaptive"])
 def test_thoughts_are_asked_for(served: Served, kind: str) -> None:
-    def count(**more: Any) -> int:
-        counted = client(served).messages.count_tokens(model=MODEL_ID, messages=ASK, **more)
+    def count(**options: Any) -> int:
+        counted = client(served).messages.count_tokens(model=MODEL_ID, messages=ASK, **options)
         return counted.input_tokens
 
     thinking: Any = {"type": kind} | ({"budget_tokens": 1024} if kind == "enabled" else {})
@@ -247,24 +247,24 @@ BAD: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
 def test_what_is_wrong_is_named(served: Served, change: Any, message: str) -> None:
     body = change if isinstance(change, bytes) else USUAL | change
-    error = told(post(served, MESSAGES, body), 400)
+    error = error_of(post(served, MESSAGES, body), 400)
     assert message in error["message"] and error["type"] == "invalid_request_error" and served.is_idle()
     if "max_tokens" not in str(change)[:14] and change != BAD["too long"][0] and "stop" not in str(change):
         counted = body if isinstance(body, bytes) else {k: v for k, v in body.items() if k != "max_tokens"}
-        assert message in told(post(served, COUNT, counted), 400)["message"]
+        assert message in error_of(post(served, COUNT, counted), 400)["message"]
 
 
 def test_statuses(served: Served) -> None:
     with pytest.raises(anthropic.AuthenticationError):
         client(served).with_options(api_key="open").messages.create(**ASKED)
-    assert told(post(served, MESSAGES, USUAL, **{"x-api-key": "open"}), 401)["type"] == "authentication_error"
+    assert error_of(post(served, MESSAGES, USUAL, **{"x-api-key": "open"}), 401)["type"] == "authentication_error"
     assert post(served, MESSAGES, USUAL, **{"x-api-key": "", "authorization": f"Bearer {KEY}"}).status_code == 200
     with pytest.raises(anthropic.NotFoundError, match="gpt-4"):
         client(served).messages.create(**{**ASKED, "model": "gpt-4"})
-    assert told(post(served, f"{MESSAGES}/batches", {}), 404)["type"] == "not_found_error"
-    assert told(post(served, MESSAGES, b"x" * (5 << 20)), 413)["type"] == "request_too_large"
-    assert told(post(served, MESSAGES, USUAL, **{"content-type": "text/plain"}), 415)
-    assert told(post(served, MESSAGES, {**USUAL, "thread": {"type": "create"}}), 400)["details"] == {
+    assert error_of(post(served, f"{MESSAGES}/batches", {}), 404)["type"] == "not_found_error"
+    assert error_of(post(served, MESSAGES, b"x" * (5 << 20)), 413)["type"] == "request_too_large"
+    assert error_of(post(served, MESSAGES, USUAL, **{"content-type": "text/plain"}), 415)
+    assert error_of(post(served, MESSAGES, {**USUAL, "thread": {"type": "create"}}), 400)["details"] == {
         "error_code": "thread_unsupported_request", "unsupported": ["thread"],
     }  # fmt: skip
 

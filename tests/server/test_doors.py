@@ -23,21 +23,21 @@ KEY = "sesame-open-yourself"
 
 @pytest.fixture(scope="module")
 def served(talker: Path) -> Iterator[Served]:
-    with serving(talker) as found:
-        yield found
+    with serving(talker) as server:
+        yield server
 
 
 def send(served: Served, raw: bytes) -> bytes:
     """What comes back for these bytes until the server hangs up or is silent."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as caller:
         caller.sendall(raw)
-        found = b""
+        result = b""
         try:
-            while b"\r\n\r\n" not in found and (part := caller.recv(4096)):
-                found += part
+            while b"\r\n\r\n" not in result and (part := caller.recv(4096)):
+                result += part
         except ConnectionError:
             pass
-        return found
+        return result
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def send(served: Served, raw: bytes) -> bytes:
 def test_pages_of_others_may_not_ask(served: Served, site: str | None, status: int) -> None:
     """Not even where a browser would let their JSON through; of its own page, and of no browser, it is told apart."""
     headers = {} if site is None else {"sec-fetch-site": site}
-    told = httpx.post(served.address + CHAT, json=ASKED, headers=headers, timeout=60)
-    assert told.status_code == status
-    assert status == 200 or told.json()["error"]["code"] == "wrong_site"
+    response = httpx.post(served.address + CHAT, json=ASKED, headers=headers, timeout=60)
+    assert response.status_code == status
+    assert status == 200 or response.json()["error"]["code"] == "wrong_site"
     assert httpx.get(served.address + "/", headers=headers).status_code == 200, "a link leads here"
 
 
@@ -71,8 +71,8 @@ def test_pages_of_one_origin_may_ask_where_it_is_named(talker: Path, origin: str
         url, page = served.address + CHAT, {"origin": GUEST, "sec-fetch-site": "same-site"}
         may = httpx.options(url, headers={**page, **before})
         assert may.status_code == 204 and "Content-Type" in may.headers["access-control-allow-headers"]
-        told = httpx.post(url, json=ASKED, headers=page, timeout=60)
-        assert told.status_code == 200 and told.headers["access-control-allow-origin"] == GUEST
+        response = httpx.post(url, json=ASKED, headers=page, timeout=60)
+        assert response.status_code == 200 and response.headers["access-control-allow-origin"] == GUEST
         page["origin"] = origin
         for refused in (httpx.options(url, headers={**page, **before}), httpx.post(url, json=ASKED, headers=page)):
             assert refused.status_code in (403, 405) and "access-control-allow-origin" not in refused.headers
@@ -81,16 +81,16 @@ def test_pages_of_one_origin_may_ask_where_it_is_named(talker: Path, origin: str
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
 def test_what_pages_may_send_unasked_is_no_request(served: Served, kind: str) -> None:
     """Forms, and what scripts send without a preflight: these three types alone."""
-    told = httpx.post(served.address + CHAT, content=json.dumps(ASKED), headers={"content-type": kind})
-    assert told.status_code == 415
+    response = httpx.post(served.address + CHAT, content=json.dumps(ASKED), headers={"content-type": kind})
+    assert response.status_code == 415
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/", "/nowhere/<script>", "/v1/models/<b>x"])
 def test_no_answer_is_taken_for_a_page(served: Served, path: str) -> None:
-    told = httpx.get(served.address + path)
-    assert told.headers["x-content-type-options"] == "nosniff"
-    assert told.headers["cross-origin-resource-policy"] == "same-origin"
-    assert told.headers["content-type"].startswith("text/html") == (path == "/")
+    response = httpx.get(served.address + path)
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["cross-origin-resource-policy"] == "same-origin"
+    assert response.headers["content-type"].startswith("text/html") == (path == "/")
 
 
 WAYS_OUT = [
@@ -103,8 +103,8 @@ WAYS_OUT = [
 @pytest.mark.parametrize("path", WAYS_OUT)
 def test_no_path_leads_to_a_file(served: Served, path: str) -> None:
     """Sent as it stands: clients would tidy it."""
-    told = send(served, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    assert told.startswith(b"HTTP/1.1 404") and b"root:" not in told
+    text = send(served, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    assert text.startswith(b"HTTP/1.1 404") and b"root:" not in text
 
 
 HEADS = {
@@ -120,8 +120,8 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_are_limited_and_strict(served: Served, name: str) -> None:
     path = b"/" + b"a" * 200_000 if name == "a long path" else b"/health"
-    told = send(served, b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + HEADS[name] + b"\r\n")
-    assert not told or told.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+    text = send(served, b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + HEADS[name] + b"\r\n")
+    assert not text or text.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
     assert httpx.get(served.address + "/health").status_code == 200
 
 
@@ -145,8 +145,8 @@ def test_connections_are_limited(talker: Path, monkeypatch: pytest.MonkeyPatch) 
             until(lambda: is_cut(idle[-1]))  # they are seen to in their order
             assert sum(map(is_cut, idle)) == 22
         finally:
-            for one in idle:
-                one.close()
+            for connection in idle:
+                connection.close()
 
         def is_served() -> bool:
             try:
@@ -179,7 +179,7 @@ def test_a_key_is_never_told(talker: Path, capsys: pytest.CaptureFixture[str]) -
         answers = [httpx.get(served.address + path, headers=headers) for headers in (right, wrong)
                    for path in ("/", "/health", "/v1/models", "/metrics", "/nowhere", "/v1/models/x")]  # fmt: skip
         answers.append(httpx.post(served.address + CHAT, json={"messages": 1}, headers=right))
-    assert not any(KEY[:-1] in one.text or KEY[:-1] in str(one.headers) for one in answers)
+    assert not any(KEY[:-1] in response.text or KEY[:-1] in str(response.headers) for response in answers)
     assert KEY[:-1] not in "".join(capsys.readouterr())
 
 

@@ -28,26 +28,26 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS]})
     tokenizer.save_pretrained(folder)
-    with serving(folder) as found:
-        yield found
+    with serving(folder) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(save_agent(tmp_path_factory.mktemp("agent"))) as found:
-        yield found
+    with serving(save_agent(tmp_path_factory.mktemp("agent"))) as server:
+        yield server
 
 
 def events(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """What a stream tells, read as editors do, line by line."""
-    found = []
+    results = []
     address = f"{served.address}/v1/{path}"
     with httpx.stream("POST", address, json={"model": MODEL_ID, **body}, timeout=PATIENCE_S) as stream:
         assert stream.status_code == 200, stream.read()
         for line in stream.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
-                found.append(json.loads(line.removeprefix("data: ")))
-    return found
+                results.append(json.loads(line.removeprefix("data: ")))
+    return results
 
 
 STOPS = ["<|endoftext|>", *MARKS, "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>", "/src/",
@@ -64,11 +64,11 @@ GAPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("body", GAPS.values(), ids=GAPS)
 def test_a_gap_is_filled(coder: Served, body: dict[str, Any]) -> None:
-    told = events(coder, "completions", {**body, "stream_options": {"include_usage": True}})
-    choices = [choice for event in told for choice in event["choices"]]
+    message = events(coder, "completions", {**body, "stream_options": {"include_usage": True}})
+    choices = [choice for event in message for choice in event["choices"]]
     assert "".join(choice["text"] for choice in choices) == "".join(WRITTEN)
     assert choices[-1]["finish_reason"] == "stop"
-    assert told[-1]["usage"]["prompt_tokens"] == len(BEFORE) + len(BEHIND) + 3
+    assert message[-1]["usage"]["prompt_tokens"] == len(BEFORE) + len(BEHIND) + 3
     asked = {"model": MODEL_ID, "prompt": BEFORE, "suffix": "", "max_tokens": 1, "temperature": 0}
     plain = httpx.post(f"{coder.address}/v1/completions", json=asked, timeout=PATIENCE_S).json()
     assert plain["usage"]["prompt_tokens"] == len(BEFORE), "nothing stands behind the gap"
@@ -114,8 +114,8 @@ CHATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("body", CHATS.values(), ids=CHATS)
 def test_a_chat_with_tools_in_a_stream(agent: Served, body: dict[str, Any]) -> None:
     """Two turns: a call whose arguments come in pieces, then its result, with what was said before as it came."""
-    told = events(agent, "chat/completions", body)
-    deltas = [choice["delta"] for event in told for choice in event["choices"]]
+    message = events(agent, "chat/completions", body)
+    deltas = [choice["delta"] for event in message for choice in event["choices"]]
     calls: dict[int, dict[str, Any]] = {}
     for piece in (call for delta in deltas for call in delta.get("tool_calls") or []):
         call = calls.setdefault(piece["index"], {"id": piece.get("id"), "name": "", "arguments": ""})
@@ -124,11 +124,11 @@ def test_a_chat_with_tools_in_a_stream(agent: Served, body: dict[str, Any]) -> N
     assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == [
         ("get_weather", {"city": CITIES[0]})
     ]
-    reasons = [choice["finish_reason"] for event in told for choice in event["choices"] if choice["finish_reason"]]
+    reasons = [choice["finish_reason"] for event in message for choice in event["choices"] if choice["finish_reason"]]
     assert reasons == ["tool_calls"] and deltas[0]["role"] == "assistant"
     assert "".join(delta.get("content") or "" for delta in deltas) == SAYING
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == THOUGHT
-    assert ("stream_options" in body) == bool(told[-1].get("usage"))
+    assert ("stream_options" in body) == bool(message[-1].get("usage"))
     (call,) = calls.values()
     function = {"name": call["name"], "arguments": call["arguments"]}
     said = {

@@ -20,14 +20,14 @@ from offload.sampling_options import Sampling
 
 @pytest.fixture(scope="module")
 def served(talker: Path) -> Iterator[Served]:
-    with serving(talker) as found:
-        yield found
+    with serving(talker) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def endless(looper: Path) -> Iterator[Served]:
-    with serving(looper) as found:
-        yield found
+    with serving(looper) as server:
+        yield server
 
 
 def test_chat(served: Served) -> None:
@@ -103,9 +103,9 @@ def test_a_prompt_is_read_once(endless: Served, monkeypatch: pytest.MonkeyPatch)
     """For all of its choices, from the body to the pass."""
     read = list[object]()
 
-    def encode(tokenizer: Any, prompt: Any, *rest: Any, **how: Any) -> list[int]:
+    def encode(tokenizer: Any, prompt: Any, *rest: Any, **options: Any) -> list[int]:
         read.append(prompt)
-        return once(tokenizer, prompt, *rest, **how)
+        return once(tokenizer, prompt, *rest, **options)
 
     once = request.encode
     monkeypatch.setattr(request, "encode", encode)
@@ -147,10 +147,10 @@ def test_biases_and_penalties(endless: Served) -> None:
         {"logit_bias": {str(hel): -100}}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0},
         {"extra_body": {"repeat_penalty": 9.0}}, {"extra_body": {"min_p": 0.9}},
     ):  # fmt: skip
-        more: Any = given
-        text = endless.client().completions.create(**asked, **more).choices[0].text
-        own: Any = {"logit_bias": {hel: -100.0}} if "logit_bias" in given else given.get("extra_body", given)
-        wanted = endless.engine.submit(Request("Say:", Sampling(**own), 20, raw=True)).result().text
+        extra: Any = given
+        text = endless.client().completions.create(**asked, **extra).choices[0].text
+        changes: Any = {"logit_bias": {hel: -100.0}} if "logit_bias" in given else given.get("extra_body", given)
+        wanted = endless.engine.submit(Request("Say:", Sampling(**changes), 20, raw=True)).result().text
         assert text == wanted
         if "logit_bias" in given:
             assert not text.startswith(" Hel")
@@ -159,17 +159,17 @@ def test_biases_and_penalties(endless: Served) -> None:
 def test_logprobs(served: Served) -> None:
     """All tokens but the end's have them, with bytes that put together are the text; streamed they are the same."""
     asked: Any = {"model": MODEL_ID, "messages": HELLO, "logprobs": True, "top_logprobs": 2, **GREEDY}
-    told = served.client().chat.completions.create(**asked).choices[0].logprobs
-    assert told is not None and told.content is not None
-    assert bytes(byte for one in told.content for byte in one.bytes or ()).decode() == SAID
-    assert len(told.content) == NUM_SAID
-    for one in told.content:
-        assert one.top_logprobs[0].token == one.token
-        assert one.top_logprobs[0].logprob == one.logprob <= 0
-        assert len(one.top_logprobs) == 2
+    message = served.client().chat.completions.create(**asked).choices[0].logprobs
+    assert message is not None and message.content is not None
+    assert bytes(byte for entry in message.content for byte in entry.bytes or ()).decode() == SAID
+    assert len(message.content) == NUM_SAID
+    for entry in message.content:
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].logprob == entry.logprob <= 0
+        assert len(entry.top_logprobs) == 2
     chunks = served.client().chat.completions.create(**asked, stream=True)
-    found = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-    assert [one for each in found for one in each.content or ()] == told.content
+    results = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [entry for each in results for entry in each.content or ()] == message.content
 
 
 def test_logprobs_of_completions(endless: Served) -> None:
@@ -184,21 +184,23 @@ def test_logprobs_of_completions(endless: Served) -> None:
 
 def test_a_stream_may_tell_of_passes(endless: Served) -> None:
     asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "stream": True, **GREEDY}
-    told = [getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked)]
-    assert not any(told)
+    messages = [getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked)]
+    assert not any(messages)
     extra: Any = {"offload": {"passes": True, "tree": "chain:2"}}
-    told = [getattr(one, "offload", None) for one in endless.client().completions.create(**asked, extra_body=extra)]
-    passes = [one for one in told if one]
+    messages = [
+        getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked, extra_body=extra)
+    ]
+    passes = [figures for figures in messages if figures]
     assert len(passes) > 2
     assert passes[-1]["parents"] == [-1, 0, 1]
-    assert all(len(one["tokens"]) == len(one["parents"]) for one in passes)
-    assert all(one["num_bytes"] > 0 for one in passes)
+    assert all(len(step["tokens"]) == len(step["parents"]) for step in passes)
+    assert all(step["num_bytes"] > 0 for step in passes)
 
 
 def run(*command: str, **environment: str) -> str:
-    told = {**os.environ, **environment}
+    reply = {**os.environ, **environment}
     done = subprocess.run(
-        command, capture_output=True, text=True, env=told, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
+        command, capture_output=True, text=True, env=reply, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -208,12 +210,12 @@ parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_clie
 
 
 def samples(text: str) -> dict[str, float]:
-    found = {}
+    results = {}
     for family in parser.text_string_to_metric_families(text):
         assert family.documentation and family.type in ("counter", "gauge")
         for sample in family.samples:
-            found[sample.name + "".join(f"/{value}" for value in sample.labels.values())] = sample.value
-    return found
+            results[sample.name + "".join(f"/{value}" for value in sample.labels.values())] = sample.value
+    return results
 
 
 def test_figures_are_the_engines(looper: Path) -> None:

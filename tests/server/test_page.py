@@ -229,7 +229,7 @@ def is_tidy(parents: list[int], depth: list[int], place: list[float]) -> bool:
 def test_trees_are_laid_out_without_crossings(page: Any) -> None:
     for num_nodes, seed in ((1, 0), (2, 1), (64, 2), (500, 3)):
         parents = a_pass(num_nodes, min(num_nodes, 6), [" x"] * 6, seed)["parents"]
-        found = page.evaluate("parents => Object.values(layOut(parents)).slice(0, 2).map(each => [...each])", parents)
-        assert is_tidy(parents, *found)
-        assert num_nodes == 1 or not is_tidy(parents, [0] * num_nodes, found[1])
-        assert num_nodes < 3 or not is_tidy(parents, found[0], [0.0] * num_nodes)
+        result = page.evaluate("parents => Object.values(layOut(parents)).slice(0, 2).map(each => [...each])", parents)
+        assert is_tidy(parents, *result)
+        assert num_nodes == 1 or not is_tidy(parents, [0] * num_nodes, result[1])
+        assert num_nodes < 3 or not is_tidy(parents, result[0], [0.0] * num_nodes)

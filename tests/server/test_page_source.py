@@ -28,13 +28,13 @@ class Elements(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None], bool]] = []
+        self.tags: list[tuple[str, dict[str, str | None], bool]] = []
         self._open_labels = 0
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._open_labels += tag == "label"
-        self.found.append((tag, dict(attrs), self._open_labels > 0))
+        self.tags.append((tag, dict(attrs), self._open_labels > 0))
 
     def handle_endtag(self, tag: str) -> None:
         self._open_labels -= tag == "label"
@@ -42,23 +42,23 @@ class Elements(HTMLParser):
 
 def breaches(text: str) -> list[str]:
     """What a page of one file that people can use with a keyboard and a screen reader may not have."""
-    elements = Elements(text).found
+    elements = Elements(text).tags
     ids = [attributes["id"] for _, attributes, _ in elements if "id" in attributes]
     targets = {attributes.get("for") for tag, attributes, _ in elements if tag == "label"}
-    found = [f"id {name} twice" for name in {*ids} if ids.count(name) > 1]
+    results = [f"id {name} twice" for name in {*ids} if ids.count(name) > 1]
     for tag, attributes, is_labelled in elements:
         if tag in ("input", "textarea", "select") and not (is_labelled or attributes.get("id") in targets):
-            found.append(f"{tag} without a label")
+            results.append(f"{tag} without a label")
         address = attributes.get("src") or attributes.get("href") or ""
         if address and not address.startswith("data:"):
-            found.append(f"{tag} from {address}")
-        found += [f"{name} in {tag}" for name in attributes if name == "style" or name.startswith("on")]
+            results.append(f"{tag} from {address}")
+        results += [f"{name} in {tag}" for name in attributes if name == "style" or name.startswith("on")]
         if tag == "canvas" and not attributes.get("role"):
-            found.append("canvas without a role")
-    found += [
+            results.append("canvas without a role")
+    results += [
         f"address {address}" for address in re.findall(r"https?://[^\s'\"]+", text) if "w3.org/2000/svg" not in address
     ]
-    return found + re.findall(MARKUP, text)
+    return results + re.findall(MARKUP, text)
 
 
 def test_the_page_keeps_the_rules() -> None:
@@ -97,9 +97,9 @@ def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
         passes = page.evaluate("passesNow()")
         assert int(page.inner_text("#num-passes")) == len(passes) < len(PIECES)
         said = [piece if isinstance(piece, str) else piece.decode(errors="replace") for piece in PIECES]
-        path = [one["tokens"][node] for one in passes for node in one["accepted"]]
+        path = [step["tokens"][node] for step in passes for node in step["accepted"]]
         assert path[0] == said[0] and set(path) <= {*said, "</s>"} and len(path) == len(PIECES)
-        assert all(one["sweep_s"] > 0 and one["num_bytes"] > 0 and one["num_texts"] == 1 for one in passes)
+        assert all(step["sweep_s"] > 0 and step["num_bytes"] > 0 and step["num_texts"] == 1 for step in passes)
         figures = page.locator(".figures").last.inner_text()
         assert f"{len(PIECES)} tokens in {len(passes)} passes" in figures  # the end is one of them
 

@@ -30,15 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build(FAMILIES["llama"]()), folder)
 
 
-def opened(folder: Path, **more: Any) -> Decoder:
-    how: dict[str, Any] = {"ram": "512MiB", "context": 256, "threads": 1, "profile": "none", "dtype": "float32"}
-    return offload.load(folder, folder, tree="8x3", **how | more)
+def opened(folder: Path, **options: Any) -> Decoder:
+    settings: dict[str, Any] = {"ram": "512MiB", "context": 256, "threads": 1, "profile": "none", "dtype": "float32"}
+    return offload.load(folder, folder, tree="8x3", **settings | options)
 
 
 @pytest.fixture(scope="module", params=[1, 3])
 def served(folder: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
-    with serving(opened(folder, parallel=request.param)) as found:
-        yield found
+    with serving(opened(folder, parallel=request.param)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +46,19 @@ def wanted(folder: Path) -> list[list[Any]]:
     """The Python API's scores, token by token: of each beginning how likely its last token is."""
     with opened(folder) as decoder:
         ids = [decoder.encode(text, raw=True) for text in TEXTS]
-        scores = iter(decoder.score_texts([(one[: end + 1], end) for one in ids for end in range(1, len(one))]))
-        return [[None] + [next(scores).logprob for _ in one[1:]] for one in ids]
+        scores = iter(
+            decoder.score_texts([(tokens[: end + 1], end) for tokens in ids for end in range(1, len(tokens))])
+        )
+        return [[None] + [next(scores).logprob for _ in tokens[1:]] for tokens in ids]
 
 
-def complete(served: Served, prompt: Any, **more: Any) -> Any:
-    asked = {"model": MODEL_ID, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **GREEDY, **more}
+def complete(served: Served, prompt: Any, **options: Any) -> Any:
+    asked = {"model": MODEL_ID, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 0, **GREEDY, **options}
     return served.client().completions.create(**asked)
 
 
-def are_close(told: Any, wanted: list[Any]) -> bool:
-    return bool(told[0] is None and told[1:] == pytest.approx(wanted[1:], abs=TOLERANCE))
+def are_close(words: Any, wanted: list[Any]) -> bool:
+    return bool(words[0] is None and words[1:] == pytest.approx(wanted[1:], abs=TOLERANCE))
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
@@ -66,14 +68,14 @@ def test_prompts_are_as_likely_as_the_python_api_says(served: Served, wanted: li
     assert [choice.text for choice in done.choices] == TEXTS
     assert done.usage.prompt_tokens == sum(map(len, ids)) and done.usage.completion_tokens == 0
     for choice, tokens, numbers in zip(done.choices, ids, wanted, strict=True):
-        told = choice.logprobs
-        assert are_close(told.token_logprobs, numbers) and choice.finish_reason == "length"
-        assert told.tokens == [served.decoder.tokenizer.decode([token]) for token in tokens]
-        ends = [offset + len(token) for offset, token in zip(told.text_offset, told.tokens, strict=True)]
-        assert told.text_offset == [0, *ends[:-1]] and ends[-1] == len(choice.text)
-        assert told.top_logprobs[0] is None and all(len(top) == 1 for top in told.top_logprobs[1:])
-        pairs = zip(told.top_logprobs[1:], told.token_logprobs[1:], strict=True)
-        assert all(max(top.values()) >= own for top, own in pairs)
+        entry = choice.logprobs
+        assert are_close(entry.token_logprobs, numbers) and choice.finish_reason == "length"
+        assert entry.tokens == [served.decoder.tokenizer.decode([token]) for token in tokens]
+        ends = [offset + len(token) for offset, token in zip(entry.text_offset, entry.tokens, strict=True)]
+        assert entry.text_offset == [0, *ends[:-1]] and ends[-1] == len(choice.text)
+        assert entry.top_logprobs[0] is None and all(len(top) == 1 for top in entry.top_logprobs[1:])
+        pairs = zip(entry.top_logprobs[1:], entry.token_logprobs[1:], strict=True)
+        assert all(max(top.values()) >= number for top, number in pairs)
     single = complete(served, TEXTS[0] if kind == "text" else ids[0], logprobs=0)
     assert are_close(single.choices[0].logprobs.token_logprobs, wanted[0])
     assert set(map(str, single.choices[0].logprobs.top_logprobs)) == {"None", "{}"}
@@ -86,39 +88,41 @@ def test_prompts_share_passes_and_one_token_more_takes_none(served: Served) -> N
     before = served.engine.figures().num_passes
     done = complete(served, TEXTS, max_tokens=1, logprobs=2)
     assert served.engine.figures().num_passes - before <= 2
-    for choice, text, own in zip(done.choices, TEXTS, plain.choices, strict=True):
-        assert choice.text == text + own.text and choice.logprobs.tokens[-1:] == own.logprobs.tokens
-        assert choice.logprobs.token_logprobs[-1] == pytest.approx(own.logprobs.token_logprobs[0], abs=TOLERANCE)
-        assert choice.logprobs.top_logprobs[-1].keys() == own.logprobs.top_logprobs[0].keys()
+    for choice, text, choice_alone in zip(done.choices, TEXTS, plain.choices, strict=True):
+        assert choice.text == text + choice_alone.text and choice.logprobs.tokens[-1:] == choice_alone.logprobs.tokens
+        assert choice.logprobs.token_logprobs[-1] == pytest.approx(
+            choice_alone.logprobs.token_logprobs[0], abs=TOLERANCE
+        )
+        assert choice.logprobs.top_logprobs[-1].keys() == choice_alone.logprobs.top_logprobs[0].keys()
         assert len(choice.logprobs.tokens) == 1 + len(served.decoder.encode(text, raw=True))
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"stream": True}, {"n": 2, "temperature": 5.0, "seed": 3}, {"stream": True, "logprobs": None}]
+    "extra", [{}, {"stream": True}, {"n": 2, "temperature": 5.0, "seed": 3}, {"stream": True, "logprobs": None}]
 )
-def test_a_text_behind_its_prompt_is_the_text_without_it(served: Served, more: dict[str, Any]) -> None:
-    asked = {"prompt": TEXTS[:2], "max_tokens": 9, "logprobs": 3, **GREEDY, **more, "model": MODEL_ID}
+def test_a_text_behind_its_prompt_is_the_text_without_it(served: Served, extra: dict[str, Any]) -> None:
+    asked = {"prompt": TEXTS[:2], "max_tokens": 9, "logprobs": 3, **GREEDY, **extra, "model": MODEL_ID}
     plain = gathered(served.client().completions.create(**asked))
-    assert len(plain) == 2 * more.get("n", 1)
-    for index, (text, told) in gathered(complete(served, **asked)).items():
-        prompt = TEXTS[index // more.get("n", 1)]
+    assert len(plain) == 2 * extra.get("n", 1)
+    for index, (text, value) in gathered(complete(served, **asked)).items():
+        prompt = TEXTS[index // extra.get("n", 1)]
         assert text == prompt + plain[index][0]
-        num_prompt = len(prompt) if told else 0  # a byte is a token
-        assert told[num_prompt:] == plain[index][1]
-        assert "".join(token for token, _ in told[:num_prompt]) == prompt[:num_prompt]
+        num_prompt = len(prompt) if value else 0  # a byte is a token
+        assert value[num_prompt:] == plain[index][1]
+        assert "".join(token for token, _ in value[:num_prompt]) == prompt[:num_prompt]
 
 
 def gathered(answer: Any) -> dict[int, tuple[str, list[tuple[str, float]]]]:
     """By choice, its text, and its tokens with how likely they are, of a stream as well."""
-    found: dict[int, tuple[str, list[tuple[str, float]]]] = {}
+    results: dict[int, tuple[str, list[tuple[str, float]]]] = {}
     for chunk in [answer] if hasattr(answer, "choices") else answer:
         for choice in chunk.choices:
-            text, told = found.get(choice.index, ("", []))
+            text, response = results.get(choice.index, ("", []))
             if choice.logprobs is not None:
                 numbers = [number and round(number, 3) for number in choice.logprobs.token_logprobs]
-                told = [*told, *zip(choice.logprobs.tokens, numbers, strict=True)]
-            found[choice.index] = text + choice.text, told
-    return found
+                response = [*response, *zip(choice.logprobs.tokens, numbers, strict=True)]
+            results[choice.index] = text + choice.text, response
+    return results
 
 
 def test_the_token_that_ends_a_text_counts(tmp_path: Path) -> None:
@@ -131,8 +135,8 @@ def test_the_token_that_ends_a_text_counts(tmp_path: Path) -> None:
 
 
 def test_what_has_no_room_is_refused_and_what_fails_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(prompt: Any, **more: Any) -> tuple[int, str]:
-        asked = {"prompt": prompt, "echo": True, "logprobs": 1, **more}
+    def refused(prompt: Any, **options: Any) -> tuple[int, str]:
+        asked = {"prompt": prompt, "echo": True, "logprobs": 1, **options}
         posted = httpx.post(f"{served.address}/v1/completions", json=asked, timeout=PATIENCE_S)
         return posted.status_code, posted.json()["error"]["message"]
 
@@ -162,9 +166,9 @@ def test_who_waits_is_scored_together_and_who_goes_is_left_out(served: Served, w
                 httpx.post(f"{served.address}/v1/completions", json=body, timeout=0.3)
             until(lambda: served.engine.figures().num_waiting == len(TEXTS))
             before = served.engine.decoder.num_score_passes
-        found = [score.result(PATIENCE_S).choices[0] for score in scores]
+        results = [score.result(PATIENCE_S).choices[0] for score in scores]
         assert written.result(PATIENCE_S).choices[0].text == alone
     assert served.engine.decoder.num_score_passes - before <= 2
-    for choice, numbers in zip(found, wanted, strict=True):
+    for choice, numbers in zip(results, wanted, strict=True):
         assert are_close(choice.logprobs.token_logprobs, numbers)
     until(served.is_idle)

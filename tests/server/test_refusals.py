@@ -30,14 +30,14 @@ KEY = "sesame"
 
 @pytest.fixture(scope="module")
 def served(talker: Path) -> Iterator[Served]:
-    with serving(talker) as found:
-        yield found
+    with serving(talker) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def locked(talker: Path) -> Iterator[Served]:
-    with serving(talker, api_keys=("another", KEY), max_body_bytes=1000) as found:
-        yield found
+    with serving(talker, api_keys=("another", KEY), max_body_bytes=1000) as server:
+        yield server
 
 
 def ask(served: Served, path: str, body: Any, method: str = "POST", **headers: str) -> httpx.Response:
@@ -46,7 +46,7 @@ def ask(served: Served, path: str, body: Any, method: str = "POST", **headers: s
     return httpx.request(method, served.address + path, content=content, headers=sent, timeout=60)
 
 
-def told(response: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error in an answer, proved to have OpenAI's form."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -92,13 +92,13 @@ BAD_BODIES = {
     "no number": (b'{"temperature": NaN}', "temperature"),
     "a long number": (b'{"seed": ' + b"9" * 5000 + b"}", ""),
 }
-BAD |= {f"{name} to {path}": (path, *one) for name, one in BAD_BODIES.items() for path in (CHAT, TEXT)}
+BAD |= {f"{name} to {path}": (path, *value) for name, value in BAD_BODIES.items() for path in (CHAT, TEXT)}
 
 
 @pytest.mark.parametrize(("path", "change", "message"), BAD.values(), ids=BAD)
 def test_what_is_wrong_is_named(served: Served, path: str, change: Any, message: str) -> None:
     """Most bad values are rows of `goldens/errors.json`."""
-    error = told(ask(served, path, change if isinstance(change, bytes) else USUAL[path] | change), 400)
+    error = error_of(ask(served, path, change if isinstance(change, bytes) else USUAL[path] | change), 400)
     assert message in error["message"] and error["type"] == "invalid_request_error" and served.is_idle()
     if change in LONG.values():
         assert (error["param"], error["code"]) == (next(iter(change)), "context_length_exceeded")
@@ -147,16 +147,16 @@ def test_what_changes_nothing_is_named_in_a_header(served: Served) -> None:
 
 
 def test_other_models_and_routes(served: Served) -> None:
-    assert told(ask(served, CHAT, CHAT_BODY | {"model": "gpt-4"}), 404)["code"] == "model_not_found"
+    assert error_of(ask(served, CHAT, CHAT_BODY | {"model": "gpt-4"}), 404)["code"] == "model_not_found"
     assert ask(served, CHAT, CHAT_BODY | {"model": ""}).status_code == 200
-    line = told(ask(served, "/v1/images", {}), 404)["message"]
+    line = error_of(ask(served, "/v1/images", {}), 404)["message"]
     assert "Unknown request URL: POST /v1/images: this server has /v1/" in line
     assert CHAT in line and "/health" in line
     refused = ask(served, CHAT, b"", "GET")
-    assert told(refused, 405)["message"].endswith(": POST is")
+    assert error_of(refused, 405)["message"].endswith(": POST is")
     assert refused.headers["allow"] == "POST"
-    told(ask(served, CHAT + "/", CHAT_BODY), 404)
-    line = told(ask(served, CHAT, CHAT_BODY, content_type="text/plain"), 415)["message"]
+    error_of(ask(served, CHAT + "/", CHAT_BODY), 404)
+    line = error_of(ask(served, CHAT, CHAT_BODY, content_type="text/plain"), 415)["message"]
     assert "-H 'Content-Type: application/json'" in line and "from your browser" in line, "what to do, and why"
 
 
@@ -183,15 +183,17 @@ def test_another_name_for_this_machine_is_a_strangers(served: Served, host: str)
     if HOSTS[host] == 200:
         assert answer.json() == {"status": "ok"}
     else:
-        assert told(answer, 403)
-        assert told(ask(served, CHAT, CHAT_BODY, host=host), 403)["code"] == "wrong_host"
+        assert error_of(answer, 403)
+        assert error_of(ask(served, CHAT, CHAT_BODY, host=host), 403)["code"] == "wrong_host"
 
 
 def test_no_page_of_anothers_may_read(served: Served) -> None:
     answered = ask(served, CHAT, CHAT_BODY, origin="https://evil.example")
     asked = ask(served, CHAT, b"", "OPTIONS", origin="https://evil.example", access_control_request_method="POST")
     assert asked.status_code == 405
-    assert not [name for one in (answered, asked) for name in one.headers if name.startswith("access-control")]
+    assert not [
+        name for response in (answered, asked) for name in response.headers if name.startswith("access-control")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_a_wrong_key(locked: Served, given: dict[str, str]) -> None:
     sent = {name: value.encode("latin-1") for name, value in given.items()}
     for path in ("/v1/models", "/metrics", f"/v1/models?api_key={KEY}", "/nowhere"):
         refused = httpx.get(locked.address + path, headers=sent)
-        assert told(refused, 401)["type"] == "authentication_error"
+        assert error_of(refused, 401)["type"] == "authentication_error"
         assert refused.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{locked.address}/health").status_code == 200
     for key in ("another", KEY):
@@ -222,7 +224,7 @@ def test_a_body_beyond_the_limit(locked: Served) -> None:
             yield b" " * 100
 
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
-    told(httpx.post(locked.address + CHAT, content=chunks(), headers=headers), 413)
+    error_of(httpx.post(locked.address + CHAT, content=chunks(), headers=headers), 413)
 
 
 def test_a_full_queue(looper: Path) -> None:
@@ -249,7 +251,7 @@ def test_a_disk_that_fails(looper: Path, capsys: pytest.CaptureFixture[str]) -> 
         asked = {"prompt": "Say:", "max_tokens": 100, **GREEDY}
         with failing_reads(4):
             whole = ask(served, TEXT, asked)
-        assert told(whole, 500)["code"] == "run_failed"
+        assert error_of(whole, 500)["code"] == "run_failed"
         with failing_reads(4):
             stream = ask(served, TEXT, asked | {"stream": True}).text
         lines = stream.split("\n\n")
@@ -276,7 +278,7 @@ def test_a_fault_of_ours_tells_nothing_to_strangers(
 
     with serving(talker) as served:
         monkeypatch.setattr(TextStream, "push", fail)
-        assert "secret" not in json.dumps(told(ask(served, CHAT, CHAT_BODY), 500))
+        assert "secret" not in json.dumps(error_of(ask(served, CHAT, CHAT_BODY), 500))
     line = capsys.readouterr().err
     assert logged in line and "fail" in line
     assert "secret" not in line
@@ -288,9 +290,9 @@ def test_while_the_model_loads_and_while_the_server_closes(talker: Path) -> None
         response = httpx.get(f"{loading.address}/health")
         assert (response.status_code, response.json()) == (503, {"status": "loading"})
         sent = httpx.post(loading.address + CHAT, json=CHAT_BODY)
-        assert told(sent, 503)["code"] == "loading"
+        assert error_of(sent, 503)["code"] == "loading"
         assert httpx.get(f"{loading.address}/v1/models").status_code == 200
     with serving(talker) as served:
         served.engine.close()
         assert httpx.get(f"{served.address}/health").json() == {"status": "closing"}
-        assert told(ask(served, CHAT, CHAT_BODY), 503)["code"] == "closing"
+        assert error_of(ask(served, CHAT, CHAT_BODY), 503)["code"] == "closing"

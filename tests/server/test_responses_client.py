@@ -21,8 +21,8 @@ ASKED: Any = {"model": MODEL_ID, "input": ASK, "tools": [WEATHER], "temperature"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(save_agent(tmp_path_factory.mktemp("agent"))) as found:
-        yield found
+    with serving(save_agent(tmp_path_factory.mktemp("agent"))) as server:
+        yield server
 
 
 def post(served: Served, body: Any) -> httpx.Response:
@@ -99,8 +99,8 @@ def test_chat_has_the_same_parts(served: Served) -> None:
     tools.append({"type": "function", "function": {"name": "other", "parameters": PARAMETERS}})
     asked: Any = {"model": MODEL_ID, "messages": [{"role": "user", "content": ASK}], "tools": tools, **GREEDY}
     message = served.client().chat.completions.create(**asked).choices[0].message
-    told = message.model_dump()
-    assert (told["reasoning_content"], message.content) == (THOUGHT, SAYING)
+    words = message.model_dump()
+    assert (words["reasoning_content"], message.content) == (THOUGHT, SAYING)
     chunks = [chunk.choices[0].delta.model_dump() for chunk in served.client().chat.completions.create(
         **asked, stream=True)]  # fmt: skip
     assert "".join(chunk.get("reasoning_content") or "" for chunk in chunks) == THOUGHT

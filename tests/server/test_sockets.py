@@ -26,8 +26,8 @@ ASKED = {"prompt": "Say:", "max_tokens": MANY, "temperature": 0, "stream": True,
 
 @pytest.fixture(scope="module")
 def served(looper: Path) -> Iterator[Served]:
-    with serving(looper, body_s=0.5, keep_alive_s=0.1) as found:
-        yield found
+    with serving(looper, body_s=0.5, keep_alive_s=0.1) as server:
+        yield server
 
 
 def request_bytes(body: Any, *headers: str, path: str = TEXT) -> bytes:
@@ -45,8 +45,8 @@ def read_until(client: socket.socket, wanted: bytes) -> bytes:
     """What comes up to there; less where the server closes first."""
     got = b""
     with suppress(ConnectionResetError):
-        while wanted not in got and (more := client.recv(4096)):
-            got += more
+        while wanted not in got and (extra := client.recv(4096)):
+            got += extra
     return got
 
 
@@ -88,18 +88,18 @@ def test_the_first_event_comes_at_once(looper: Path) -> None:
         until(begun.is_set)
 
 
-@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR, None], ids=["half closed", "closed", "reset"])
+@pytest.mark.parametrize("direction", [socket.SHUT_WR, socket.SHUT_RDWR, None], ids=["half closed", "closed", "reset"])
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
-def test_a_client_that_hangs_up_is_dropped(served: Served, how: int | None, is_streamed: bool) -> None:
+def test_a_client_that_hangs_up_is_dropped(served: Served, direction: int | None, is_streamed: bool) -> None:
     before = served.engine.figures()
     with before_steps(lambda: time.sleep(0.02)), connect(served) as client:
         client.sendall(request_bytes(ASKED | {"stream": is_streamed}))
         until(lambda: served.engine.figures().num_passes > before.num_passes + 1)
-        if how is None:
+        if direction is None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             client.close()
         else:
-            client.shutdown(how)
+            client.shutdown(direction)
         until(served.rests)
     after = served.engine.figures()
     assert after.num_cancelled == before.num_cancelled + 1
@@ -157,8 +157,8 @@ def test_a_client_that_does_not_read_is_cut_off(served: Served, monkeypatch: pyt
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", served.port))
-        told = ASKED | {"offload": {"passes": True}, "n": 8, "seed": 1, "temperature": 9.0}  # megabytes of chunks
-        client.sendall(request_bytes(told))
+        message = ASKED | {"offload": {"passes": True}, "n": 8, "seed": 1, "temperature": 9.0}  # megabytes of chunks
+        client.sendall(request_bytes(message))
         until(lambda: served.engine.figures().num_cancelled > before.num_cancelled)
     until(served.rests)
 

@@ -52,14 +52,14 @@ def test_over_a_socket(thinker: Path) -> None:
             counted = client.chat.completions.create(**asked, max_tokens=1, extra_body=body).usage
             assert counted is not None and counted.prompt_tokens == done.usage.prompt_tokens + num_added
         begun = {**asked, "messages": [*HELLO, {"role": "assistant", "content": "I say:"}]}
-        more = client.chat.completions.create(**begun, extra_body={"continue_final_message": True})
+        extra = client.chat.completions.create(**begun, extra_body={"continue_final_message": True})
         written = served.decoder.encode("user:Hello<|im_end|>assistant:I say:", raw=True)
-        assert more.usage is not None and more.usage.prompt_tokens == len(written)
+        assert extra.usage is not None and extra.usage.prompt_tokens == len(written)
 
 
 def test_thinking_is_switched_where_a_template_has_a_switch(thinker: Path, tmp_path: Path) -> None:
-    how: Any = {"ram": "1GiB", "dtype": "float32", "threads": 1, "profile": "none", "lookup": False, "context": 200}
-    with offload.load(thinker, **how) as decoder:
+    options: Any = {"ram": "1GiB", "dtype": "float32", "threads": 1, "profile": "none", "lookup": False, "context": 200}
+    with offload.load(thinker, **options) as decoder:
         usual, on, off = (decoder.encode(HELLO, think=think) for think in (None, True, False))
         assert usual == on and off == usual + decoder.encode("<think></think>", raw=True)
         chat = offload.Chat(decoder, think=False)
@@ -71,15 +71,15 @@ def test_thinking_is_switched_where_a_template_has_a_switch(thinker: Path, tmp_p
         with pytest.raises(offload.UserError, match="`think` must be True or False, got 'no'"):
             decoder.generate("Hello", think="no")  # type: ignore[arg-type]
     plain = TEMPLATE.replace("enable_thinking", "other")
-    with offload.load(save_reciter(tmp_path, PIECES, chat_template=plain), **how) as decoder:
+    with offload.load(save_reciter(tmp_path, PIECES, chat_template=plain), **options) as decoder:
         for think in (True, False):
             with pytest.raises(offload.UserError, match="needs a chat template with a switch for thoughts"):
                 offload.Chat(decoder, think=think)
 
 
 def test_in_python(thinker: Path) -> None:
-    how: Any = {"dtype": "float32", "threads": 1, "profile": "none", "lookup": False, "context": 200}
-    with offload.load(thinker, ram="1GiB", **how) as decoder:
+    options: Any = {"dtype": "float32", "threads": 1, "profile": "none", "lookup": False, "context": 200}
+    with offload.load(thinker, ram="1GiB", **options) as decoder:
         chat = offload.Chat(decoder)
         assert "".join(chat.ask("Hello")) == "<think>\nHm.\n</think>\n\nYes."
         assert chat.messages[-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}

@@ -91,7 +91,7 @@ class PaperCuda:
 
 def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda) -> PaperCuda:
     kept = {name: getattr(torch, name) for name in ("device", "uint8", "Tensor")}
-    empty = lambda *size, **how: torch.empty(*size, dtype=how.get("dtype"))  # noqa: E731
+    empty = lambda *size, **options: torch.empty(*size, dtype=options.get("dtype"))  # noqa: E731
     kept |= {"version": SimpleNamespace(cuda=cuda.version), "backends": SimpleNamespace(cuda=cuda, cudnn=cuda.cudnn)}
     monkeypatch.setattr(driver, "torch", SimpleNamespace(cuda=cuda, empty=empty, **kept))
     return cuda
@@ -138,9 +138,9 @@ def test_auto_takes_a_card_where_there_is_one_and_ranks_of_a_host_one_each(monke
     assert open_device("cpu") is HOST
     alone = [("auto", {}, 0), ("cuda", {}, 0), ("cuda:1", {}, 1)]
     ranks = [("auto", 0, 0), ("auto", 1, 1), ("cuda", 2, 0), ("cuda:1", 0, 1), ("cuda:0", 1, 0)]
-    for name, how, index in [*alone, *((name, {"rank_on_host": rank}, index) for name, rank, index in ranks)]:
+    for name, options, index in [*alone, *((name, {"rank_on_host": rank}, index) for name, rank, index in ranks)]:
         cuda.share = None
-        opened = open_device(name, **how)
+        opened = open_device(name, **options)
         assert cuda.share == 1, "an earlier run's budget no longer holds"
         assert opened.has_own_memory and opened.torch_device == torch.device("cuda", index)
 

@@ -53,11 +53,11 @@ def test_a_long_prompt_is_read_ahead(device: FakeDevice, base: Path, monkeypatch
             assert decoder.generate(prompt, max_new_tokens=6).token_ids == wanted
 
 
-def on_card(folder: Path, num_slots: int, num_host_slots: int, **more: int) -> Any:
+def on_card(folder: Path, num_slots: int, num_host_slots: int, **options: int) -> Any:
     """On the strict place, its layers bound; to be used where that is entered."""
     device = FakeDevice(5)
     device.torch_device, device.open_allocator = place(), fake_arena
-    return opened(folder, num_slots, device=device, num_host_slots=num_host_slots, **more)
+    return opened(folder, num_slots, device=device, num_host_slots=num_host_slots, **options)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])

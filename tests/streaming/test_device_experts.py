@@ -38,8 +38,8 @@ def pools(
         resources.callback(store.close)
         resources.callback(device.finish)
         resources.callback(lambda: device.copies and pytest.fail("memory went before every copy had ended"))
-        how = {"num_host_slots": num_host_slots, "ahead_rows": ahead_rows}
-        pool = open_pool(store, RECORDS, num_slots, device, resources, **how)
+        settings = {"num_host_slots": num_host_slots, "ahead_rows": ahead_rows}
+        pool = open_pool(store, RECORDS, num_slots, device, resources, **settings)
         pool.poison_released = True
         yield pool, device, store
 

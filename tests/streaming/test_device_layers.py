@@ -52,15 +52,15 @@ def own_store() -> ThreadStore:
 def layers_over(
     store: Any, tiers: list[LayerTier], num_slots: int, device: FakeDevice, limit_bytes: float = float("inf")
 ) -> LayerStream:
-    how: dict[str, Any] = {"device": device, "pinned": fake_arena(limit_bytes), "num_host_slots": 2}
-    return LayerStream(DeviceCarrier(store, LAYOUTS, tiers, **how), num_slots)
+    options: dict[str, Any] = {"device": device, "pinned": fake_arena(limit_bytes), "num_host_slots": 2}
+    return LayerStream(DeviceCarrier(store, LAYOUTS, tiers, **options), num_slots)
 
 
 @contextmanager
 def streaming(
-    tiers: list[LayerTier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
+    tiers: list[LayerTier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **options: Any
 ) -> Iterator[tuple[LayerStream, FakeDevice, ThreadStore]]:
-    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), own_store()
+    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **options}), own_store()
     stream = layers_over(store, tiers, num_slots, device, limit_bytes)
     stream.poison_released = True
     try:

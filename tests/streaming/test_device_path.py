@@ -173,12 +173,14 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
     target, draft, wanted = pair_of(family, base)
     place_layers(monkeypatch, *TIERS[tiers])
     poison(monkeypatch)
-    how = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB"}
-    with offload.load(target, draft, context=128, tree="64x16", **how) as decoder:
+    options = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB"}
+    with offload.load(target, draft, context=128, tree="64x16", **options) as decoder:
         refusals = ["O_DIRECT", *([] if decoder.invariance.holds else [decoder.invariance.reason])]
         others = [note for note in decoder.notes if not any(refusal in note for refusal in refusals)]
         assert not others, "a file system may lack O_DIRECT, and a card the same bits for every tree, and nothing else"
-        assert decoder.comparisons and not any(one.reason for one in decoder.comparisons), "every kernel agrees"
+        assert decoder.comparisons and not any(comparison.reason for comparison in decoder.comparisons), (
+            "every kernel agrees"
+        )
         for tree in TREES:
             got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
             assert got.token_ids == wanted, tree
@@ -237,8 +239,8 @@ def use(watch: Watch, base: Path) -> None:
     """Load, write, stream, go on, score, keep a session, and serve."""
     target, draft, wanted = pair_of("llama", base)
     prompt, device = prompts()[1], watch._device
-    how: dict[str, Any] = {"device": device, "context": 128, "threads": 1, "profile": "none", **BUDGETS}
-    with offload.load(target, draft, tree="8x3", parallel=2, **how) as decoder:
+    options: dict[str, Any] = {"device": device, "context": 128, "threads": 1, "profile": "none", **BUDGETS}
+    with offload.load(target, draft, tree="8x3", parallel=2, **options) as decoder:
         assert decoder.generate(prompt, max_new_tokens=6).token_ids == wanted[:6]
         run = decoder.run([*prompt, *wanted[:3]], Sampling(), max_new_tokens=4, continues=True)
         assert len(list(run)) > 0

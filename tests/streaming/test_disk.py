@@ -32,8 +32,8 @@ def open_files() -> int:
 
 
 def layer_layout(checkpoint: Checkpoint, layer: int) -> SlabLayout:
-    own = f"model.layers.{layer}."
-    rows = {name: entry for name, entry in checkpoint.tensors.items() if name.startswith(own)}
+    prefix = f"model.layers.{layer}."
+    rows = {name: entry for name, entry in checkpoint.tensors.items() if name.startswith(prefix)}
     return slab_layout({name: (entry.shape, [TensorPart(entry)]) for name, entry in rows.items()})
 
 
@@ -56,7 +56,7 @@ def assert_reads_like_safetensors(checkpoint: Checkpoint, store: DiskReader) -> 
 @pytest.fixture
 def opened() -> Iterator[Open]:
     with ExitStack() as stack:
-        yield lambda *given, **how: stack.enter_context(closing(DiskReader(*given, **how)))
+        yield lambda *given, **options: stack.enter_context(closing(DiskReader(*given, **options)))
 
 
 @pytest.fixture(params=["direct", "buffered"])

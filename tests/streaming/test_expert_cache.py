@@ -11,8 +11,8 @@ from offload.streaming import expert_cache
 from offload.streaming.expert_cache import HALF_LIVES_TOKENS, ExpertCache
 
 
-def cache_of(num_blocks: int, num_slots: int, **more: Any) -> ExpertCache:
-    return ExpertCache(num_blocks, num_slots, num_passing=8, **more)
+def cache_of(num_blocks: int, num_slots: int, **options: Any) -> ExpertCache:
+    return ExpertCache(num_blocks, num_slots, num_passing=8, **options)
 
 
 def kept(cache: ExpertCache) -> list[int]:
@@ -128,7 +128,7 @@ def test_any_order_of_calls_keeps_the_books() -> None:
             block = rng.choice(list(holds))
             cache.release(block)
             holds[block] -= 1
-            holds = {one: number for one, number in holds.items() if number}
+            holds = {value: number for value, number in holds.items() if number}
         elif choice < 0.62:
             cache.forget(block)
             place_of.pop(block, None), holds.pop(block, None)
@@ -136,8 +136,8 @@ def test_any_order_of_calls_keeps_the_books() -> None:
             assert place_of[block] == slot
             holds[block] = holds.get(block, 0) + 1
         elif (slot := cache.make_room(block)) is not None:
-            assert not any(place_of[one] == slot for one in holds), "a held block gave way"
-            place_of = {one: place for one, place in place_of.items() if place != slot} | {block: slot}
+            assert not any(place_of[hold] == slot for hold in holds), "a held block gave way"
+            place_of = {value: place for value, place in place_of.items() if place != slot} | {block: slot}
             holds[block] = 1
         else:
             assert holds, "None where nothing is held"
@@ -148,15 +148,15 @@ def routed(num_texts: int = 3, num_tokens: int = 150) -> list[list[list[int]]]:
     """By token and layer, four of 48 experts: some are popular, some are of a text, some of what is near."""
     rng = np.random.default_rng(0)
     lasting, near = 0.5 * rng.normal(size=(4, 48)), rng.normal(size=(4, 48))
-    found = []
+    results = []
     for _ in range(num_texts):
         subject = lasting + 1.2 * rng.normal(size=(4, 48))
         for _ in range(num_tokens):
             near = 0.9 * near + 0.44 * rng.normal(size=(4, 48))
             scores_LE = subject + 1.2 * near + rng.normal(size=(4, 48))
             chosen_LK = np.argsort(-scores_LE)[:, :4] + 48 * np.arange(4)[:, None]
-            found.append([sorted(layer) for layer in chosen_LK.tolist()])
-    return found
+            results.append([sorted(layer) for layer in chosen_LK.tolist()])
+    return results
 
 
 def misses_of(tokens: list[list[list[int]]], num_slots: int) -> int:

@@ -42,7 +42,7 @@ class ToldStore:
         self.waiting: list[tuple[int, np.ndarray, Future[None]]] = []
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        layer = next(index for index, own in enumerate(LAYOUTS) if own is layout)
+        layer = next(index for index, known in enumerate(LAYOUTS) if known is layout)
         self.asked.append(layer)
         self.waiting.append((layer, slab, Future()))
         future = self.waiting[-1][2]
@@ -222,20 +222,20 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
                 counted.append(stream.bytes_read)
     # every token but the last needs one sweep of its own, and read-ahead is the same after each generation
     for figures in (moved, counted):
-        for more, num_sweeps in zip(np.diff(figures).tolist(), (9, 4, 9), strict=True):
-            assert more % num_sweeps == 0
-            assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
+        for options, num_sweeps in zip(np.diff(figures).tolist(), (9, 4, 9), strict=True):
+            assert options % num_sweeps == 0
+            assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= options / num_sweeps <= plan.streamed_bytes
 
 
 def logits_of_a_generation(target: Path, ram: int) -> list[torch.Tensor]:
     seen, forward = list[torch.Tensor](), TreeModel.forward_parts
 
-    def watch(*what: Any, **how: Any) -> torch.Tensor:
-        seen.append(forward(*what, **how))
+    def watch(*others: Any, **options: Any) -> torch.Tensor:
+        seen.append(forward(*others, **options))
         return seen[-1]
 
-    how: dict[str, Any] = {"context": 128, "threads": 1, "invariant": False, "tree": "none"}
-    with offload.load(target, ram=ram, **how) as decoder, patch.object(TreeModel, "forward_parts", watch):
+    options: dict[str, Any] = {"context": 128, "threads": 1, "invariant": False, "tree": "none"}
+    with offload.load(target, ram=ram, **options) as decoder, patch.object(TreeModel, "forward_parts", watch):
         decoder.target.stream.poison_released = True
         decoder.generate([5, 6, 7], max_new_tokens=12)
     return seen

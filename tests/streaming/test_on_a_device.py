@@ -115,8 +115,8 @@ def test_noise_is_that_of_the_cpu(pair: tuple[Path, Path, list[int]]) -> None:
     target, draft, _ = pair
     sampling = {"temperature": 0.8, "seed": 4, "max_new_tokens": 30}
     written = []
-    for how in (HOW, {"device": "cpu", "ram": "1GiB", "context": 128, "profile": "none", "threads": 1}):
-        with offload.load(target, draft, tree="8x3", **how) as decoder:
+    for options in (HOW, {"device": "cpu", "ram": "1GiB", "context": 128, "profile": "none", "threads": 1}):
+        with offload.load(target, draft, tree="8x3", **options) as decoder:
             written.append(decoder.generate(prompts()[1], **sampling).token_ids)
     assert written[0] == written[1]
 

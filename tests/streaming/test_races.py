@@ -105,8 +105,8 @@ def experts(num_slots: int, num_host_slots: int, ahead_rows: int = NEVER, *, poi
         with ExitStack() as resources:
             resources.callback(store.close)
             resources.callback(device.give_back)
-            how = {"num_host_slots": num_host_slots, "ahead_rows": ahead_rows}
-            pool = open_pool(store, RECORDS, num_slots, device, resources, **how)
+            options = {"num_host_slots": num_host_slots, "ahead_rows": ahead_rows}
+            pool = open_pool(store, RECORDS, num_slots, device, resources, **options)
             pool.poison_released = poison
             for num_chosen, num_layers in ((2, 3), (NUM_EXPERTS, 3), (3, 2), (3, 3)):
                 for experts_L in chosen(3, num_chosen):
@@ -200,7 +200,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_PART_BYTES", 1024)
 
 
-def found(name: str, forgets: str | None = None) -> ClockDevice:
+def ran(name: str, forgets: str | None = None) -> ClockDevice:
     """The device behind a run, in which one place was forgotten."""
     run, limit_bytes = RUNS[name]
     with pytest.MonkeyPatch.context() as patch:
@@ -212,20 +212,20 @@ def found(name: str, forgets: str | None = None) -> ClockDevice:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_races(name: str) -> None:
-    device = found(name)
+    device = ran(name)
     assert device.clocks.num_accesses > 50 and not device.clocks.races
 
 
 def forgotten(sites: Mapping[str, Sequence[str]], run: Callable[[str, str], ClockDevice]) -> list[str]:
     """Return, of places, each with the runs that come by there, those that can be forgotten without a race."""
     tries = {site: [*names] * _NUM_TRIES for site, names in sorted(sites.items())}
-    return [site for site, names in tries.items() if not any(run(one, site).clocks.races for one in names)]
+    return [site for site, names in tries.items() if not any(run(name, site).clocks.races for name in names)]
 
 
 def places() -> dict[str, list[str]]:
     runs_of = dict[str, list[str]]()
     for name in RUNS:
-        for site in found(name).sites:
+        for site in ran(name).sites:
             runs_of.setdefault(site, []).append(name)
     return runs_of
 
@@ -234,9 +234,9 @@ def test_every_wait_that_is_forgotten_shows() -> None:
     """All streams wait, and the host for them; threads of the host show where memory goes from one to another."""
     runs_of = places()
     of_threads = {site: runs_of.pop(site) for site in list(runs_of) if site.startswith(("result", "exception"))}
-    assert len(runs_of) > 25 and not forgotten(runs_of, found)
+    assert len(runs_of) > 25 and not forgotten(runs_of, ran)
     handed_on = {site: names for site, names in of_threads.items() if site.partition(":")[0] in HANDED_ON}
-    assert len(handed_on) == len(HANDED_ON) and not forgotten(handed_on, found)
+    assert len(handed_on) == len(HANDED_ON) and not forgotten(handed_on, ran)
 
 
 def recorded(checkpoint: Checkpoint, forgets: str | None = None, *, strays: bool = False) -> ClockDevice:
@@ -291,8 +291,8 @@ def written(family: str, base: Path, patch: pytest.MonkeyPatch, **options: Any) 
     for model in (target, draft):
         describe(model)  # is kept: the pass without numbers is none of the card's
     follow_threads(patch, device)
-    how = {"context": 128, "threads": 1, "profile": "none", **BUDGETS, **options}
-    with ClockCard(ClockPaper(device)), offload.load(target, draft, device=device, tree="16x6", **how) as decoder:
+    settings = {"context": 128, "threads": 1, "profile": "none", **BUDGETS, **options}
+    with ClockCard(ClockPaper(device)), offload.load(target, draft, device=device, tree="16x6", **settings) as decoder:
         for model in (decoder.target._model, decoder.drafter.model):
             model.set_uploader(upload_by(device))
         for tree in ("none", "grown:16x6"):

@@ -34,9 +34,9 @@ def changed(source: Path, folder: Path, name: str, change: Callable[[torch.Tenso
     return folder
 
 
-def notes_of(model: Path, **how: object) -> tuple[list[str], list[str]]:
+def notes_of(model: Path, **options: object) -> tuple[list[str], list[str]]:
     """Before and after a short text."""
-    with offload.load(model, **{**HOW, **how}) as decoder:  # type: ignore[arg-type]
+    with offload.load(model, **{**HOW, **options}) as decoder:  # type: ignore[arg-type]
         before = list(decoder.notes)
         decoder.generate(PROMPT, max_new_tokens=3)
         first = list(decoder.notes)
@@ -45,9 +45,9 @@ def notes_of(model: Path, **how: object) -> tuple[list[str], list[str]]:
     return before, [note for note in first if note not in before]
 
 
-def damage_of(model: Path, **how: object) -> str:
+def damage_of(model: Path, **options: object) -> str:
     """What is told to be not finite, while the scores of a short text are refused."""
-    with offload.load(model, **{**HOW, **how}) as decoder:  # type: ignore[arg-type]
+    with offload.load(model, **{**HOW, **options}) as decoder:  # type: ignore[arg-type]
         with pytest.raises(offload.UserError, match="scores are not finite"):
             decoder.generate(PROMPT, max_new_tokens=3)
         return "\n".join(note for note in decoder.notes if "not finite" in note)
@@ -55,12 +55,12 @@ def damage_of(model: Path, **how: object) -> str:
 
 @matrix("number", [torch.nan, -torch.inf], daily=1)
 @matrix("name", [LAYER, EMBEDDING, "model.norm.weight", "lm_head.weight"], always=[LAYER], daily=1)
-@pytest.mark.parametrize("how", ["streamed", "resident"])
+@pytest.mark.parametrize("place", ["streamed", "resident"])
 def test_numbers_that_are_not_finite_are_told_by_name(
-    how: str, name: str, number: float, plain: Path, tmp_path: Path
+    place: str, name: str, number: float, plain: Path, tmp_path: Path
 ) -> None:
     model = changed(plain, tmp_path / "bad", name, lambda tensor: tensor.view(-1)[-1:].fill_(number))
-    ram = streaming_ram(plain) if how == "streamed" else "1GiB"
+    ram = streaming_ram(plain) if place == "streamed" else "1GiB"
     shard = open_checkpoint(model).shards[open_checkpoint(model).tensors[name].shard]
     line = f"{shard.name}: {name} has numbers that are not finite: offload verify says how much is damaged"
     with offload.load(model, ram=ram, **HOW) as decoder:
@@ -106,8 +106,8 @@ def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     odd = changed(talker, tmp_path / "odd", name, lambda tensor: tensor.zero_())
     bad = changed(talker, tmp_path / "bad", name, lambda tensor: tensor[0].fill_(torch.inf))
-    told = f"{name} has numbers that are not finite: offload verify"
-    for model, code, words in ((odd, 0, f"all zero: {name} in model-"), (talker, 0, ""), (bad, 2, told)):
+    message = f"{name} has numbers that are not finite: offload verify"
+    for model, code, words in ((odd, 0, f"all zero: {name} in model-"), (talker, 0, ""), (bad, 2, message)):
         outcome = shell("generate", "-m", model, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
         assert outcome.code == code and words in outcome.err and ("all zero" in outcome.err) == (model is odd)
 

@@ -113,8 +113,10 @@ def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> 
     shape = model_shape(open_checkpoint(tmp_path / family), "float32")
     with StrictDevice():
         model = placed_model(family, tmp_path)
-    inside = {id(one) for one in model.meta_model.get_decoder().layers.parameters()}
-    rest = {id(one): one for one in model.meta_model.parameters() if id(one) not in inside}.values()
+    inside = {id(parameter) for parameter in model.meta_model.get_decoder().layers.parameters()}
+    rest = {
+        id(parameter): parameter for parameter in model.meta_model.parameters() if id(parameter) not in inside
+    }.values()
     num_bytes = {is_here: sum(p.nbytes for p in rest if (p.device == place()) is is_here) for is_here in (True, False)}
     slack = 8 * 4096  # of blocks around what is read
     assert num_bytes[True] <= shape.head_bytes <= num_bytes[True] + slack
@@ -228,13 +230,13 @@ def write(step: Step, counted: Counted, base: Path, patch: pytest.MonkeyPatch) -
         place_experts(patch, 9, 5, "DISK", "PINNED")
     else:
         place_layers(patch, *TIERS["pinned"])
-    how = {"context": 128, "threads": 1, "profile": "none", "parallel": step.num_texts, **BUDGETS, **step.options}
+    options = {"context": 128, "threads": 1, "profile": "none", "parallel": step.num_texts, **BUDGETS, **step.options}
     prompt = prompts()[1]
     if step.options.get("lookup"):
         prompt = prompt * 2
     for model in (target, draft):
         describe(model)  # is kept: the pass without numbers is none of the card's
-    with counted.card, offload.load(target, draft, tree=step.tree, rule=step.rule, **how) as decoder:
+    with counted.card, offload.load(target, draft, tree=step.tree, rule=step.rule, **options) as decoder:
         drafter = getattr(decoder.drafter, "_model", decoder.drafter)  # beside guesses, or by itself
         for model in (decoder.target._model, drafter.model):
             model.set_uploader(counted.send)

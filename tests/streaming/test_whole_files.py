@@ -67,9 +67,11 @@ def test_a_flipped_bit_is_named_wherever_it_is(kind: str, tmp_path: Path) -> Non
     for _ in range(NUM_FLIPS):
         path, name, at, bit = random_place(rng, paths)
         flip(path, at, bit)
-        found = ask(model)
-        assert [(one.file, one.tensor) for one in found.damage] == [(path.name, name)], f"bit {bit} of byte {at}"
-        assert not found.is_written and found.num_as_before == found.num_files - 1
+        response = ask(model)
+        assert [(damage.file, damage.tensor) for damage in response.damage] == [(path.name, name)], (
+            f"bit {bit} of byte {at}"
+        )
+        assert not response.is_written and response.num_as_before == response.num_files - 1
         flip(path, at, bit)
     assert not ask(model).damage
 
@@ -81,14 +83,14 @@ def test_bits_of_headers_and_padding_count(tmp_path: Path) -> None:
     at = next(hi for (_, hi), (lo, _) in pairwise(ends) if hi < lo)
     owner = next(name for name, (_, hi) in extents(model).items() if hi == at)
     flip(model, at)
-    assert [one.tensor for one in ask(model).damage] == [owner], "padding is of the tensor before it"
+    assert [damage.tensor for damage in ask(model).damage] == [owner], "padding is of the tensor before it"
     flip(model, at)
     folder = shards_of(tmp_path / "shards")
     assert not ask(folder).damage
     shard = sorted(folder.glob("*.safetensors"))[0]
     flip(shard, shard.read_bytes().index(b'"pt"') + 1)
-    (found,) = ask(folder).damage
-    assert found.file == shard.name and not found.tensor and "in its header" in found.fault
+    (result,) = ask(folder).damage
+    assert result.file == shard.name and not result.tensor and "in its header" in result.fault
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
@@ -101,9 +103,9 @@ def test_numbers_that_are_not_finite_are_damage_the_first_time(number: float, tm
 
 def move(folder: Path, path: Path) -> None:
     index = folder / "model.safetensors.index.json"
-    told = json.loads(index.read_text())
-    told["weight_map"]["model.norm.weight"] = path.name
-    index.write_text(json.dumps(told))
+    reply = json.loads(index.read_text())
+    reply["weight_map"]["model.norm.weight"] = path.name
+    index.write_text(json.dumps(reply))
 
 
 BROKEN: dict[str, tuple[Callable[[Path, Path], object], str]] = {
@@ -122,8 +124,8 @@ def test_files_that_lack_something_are_damaged(
     path = sorted(folder.glob("*.safetensors"))[0]
     breaks(folder, path)
     report = ask(folder)
-    (found,) = report.damage
-    assert found.file == path.name and words in found.fault and path.name not in found.fault
+    (result,) = report.damage
+    assert result.file == path.name and words in result.fault and path.name not in result.fault
     assert report.num_files >= 2 and not report.is_written, "the others are looked at all the same"
 
 
@@ -218,14 +220,14 @@ def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
     note(folder / "config.json", hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest())
     flip(paths[0], first)
     report = ask(folder)
-    (found,) = report.damage
-    assert found == Damage(paths[0].name, "", "its bytes are not those of the hub (sha256)"), "without any manifest"
+    (result,) = report.damage
+    assert result == Damage(paths[0].name, "", "its bytes are not those of the hub (sha256)"), "without any manifest"
     assert report.num_as_hub == len(paths) - 1
     flip(paths[0], first)
     report = ask(folder)
     assert not report.damage and not report.notes and report.num_as_hub == len(paths)
     known = read_manifest(report.manifest)
-    assert {own.sha256 for own in known.values()} == {*map(sha256, paths)}
+    assert {entry.sha256 for entry in known.values()} == {*map(sha256, paths)}
     flip(folder / "config.json", 5)
     assert ask(folder).notes == ["not as the hub has it: config.json"]
     flip(folder / "config.json", 5)
@@ -251,7 +253,7 @@ def test_the_hubs_cache_is_read_and_left_alone(tmp_path: Path, monkeypatch: pyte
     assert default_manifest(Path(".")) == report.manifest and not ask(Path(".")).is_written
     path = snapshot / "model.safetensors"
     flip(path.resolve(), extents(path)["model.norm.weight"][0])
-    assert [one.tensor for one in ask(snapshot).damage] == ["model.norm.weight"]
+    assert [damage.tensor for damage in ask(snapshot).damage] == ["model.norm.weight"]
     report.manifest.unlink()
     assert ask(snapshot).damage == [Damage(path.name, "", "its bytes are not those of the hub (sha256)")]
     # A gguf file in the hubs cache has its manifest elsewhere.

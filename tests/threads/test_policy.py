@@ -68,7 +68,7 @@ def both(count: int) -> StepModes:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("name", "num_cores", "start"), [(name, *one) for name in COSTS for one in COSTS[name][1]])
+@pytest.mark.parametrize(("name", "num_cores", "start"), [(name, *start) for name in COSTS for start in COSTS[name][1]])
 def test_within_five_percent_of_the_best_count(name: str, num_cores: int, start: int, seed: int) -> None:
     cost, _ = COSTS[name]
     assert sum(simulate(cost, num_cores, start, seed=seed)[NUM_FIRST:]) <= 1.05 * best_s(cost, num_cores)
@@ -94,8 +94,8 @@ def test_follows_a_neighbour_that_comes_or_goes(is_leaving: bool) -> None:
 def test_the_start_is_measured_and_ties_go_to_what_leaves_more_to_others(
     asleep_s: float, looking_s: float, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, told = torch.get_num_threads(), iter([1.0, asleep_s, looking_s])
-    monkeypatch.setattr(fastest, "median_s", lambda *_, **__: next(told))
+    before, message = torch.get_num_threads(), iter([1.0, asleep_s, looking_s])
+    monkeypatch.setattr(fastest, "median_s", lambda *_, **__: next(message))
     assert fastest.fastest_mode([1, 2], 4, 8, torch.float32).mode == mode
     assert torch.get_num_threads() == before
 
@@ -150,31 +150,31 @@ def test_cores_are_those_that_may_be_kept_busy(
 class Alternating(ThreadPolicy):
     def __init__(self) -> None:
         super().__init__([1, 2], both(1))
-        self.told: list[tuple[int, StepModes]] = []
+        self.heard: list[tuple[int, StepModes]] = []
 
     def modes(self, num_rows: int) -> StepModes:
-        one, asleep, looking = Mode(1), Mode(2, is_asleep=True), Mode(2)
-        turns = [StepModes(one, asleep), StepModes(looking, one), StepModes(asleep, looking), both(1)]
-        return turns[len(self.told) % len(turns)]
+        single, asleep, looking = Mode(1), Mode(2, is_asleep=True), Mode(2)
+        turns = [StepModes(single, asleep), StepModes(looking, single), StepModes(asleep, looking), both(1)]
+        return turns[len(self.heard) % len(turns)]
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
-        self.told.append((num_rows, self.modes(num_rows)))
+        self.heard.append((num_rows, self.modes(num_rows)))
 
 
 def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, policy = save_pair(FAMILIES["llama"](), tmp_path, noise=0.003), Alternating()
-    how = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3}
+    options = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3}
     with offload.load(*pair, "1GiB", "12x3", dtype="float32", context=128, threads=1) as decoder:
-        wanted = decoder.generate([5, 6, 7], **how)
+        wanted = decoder.generate([5, 6, 7], **options)
         steps = decoder._speculation
         counting, _ = steps._listeners
         monkeypatch.setattr(steps, "_threads", policy)
         monkeypatch.setattr(steps, "_listeners", (counting, learning(policy, decoder._trees.observe)))
-        got = decoder.generate([5, 6, 7], **how)
+        got = decoder.generate([5, 6, 7], **options)
     assert got.token_ids == wanted.token_ids
-    assert len(policy.told) == got.stats.num_sweeps >= 4, "every step but the prompt's is told"
-    assert {num_rows for num_rows, _ in policy.told} == {16}, "of 12 rows, told as what is like them"
-    last = policy.told[-1][1]
+    assert len(policy.heard) == got.stats.num_sweeps >= 4, "every step but the prompt's is told"
+    assert {num_rows for num_rows, _ in policy.heard} == {16}, "of 12 rows, told as what is like them"
+    last = policy.heard[-1][1]
     assert got.stats.threads == last
     assert got.as_dict()["stats"]["threads"]["sweep"] == last.sweep._asdict()
 
@@ -211,13 +211,13 @@ import torch
 
 @pytest.mark.parametrize("module", ["offload", "offload.engine.load"])
 @pytest.mark.parametrize(
-    ("own", "seen"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+    ("variables", "seen"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
 )
 def test_threads_spin_for_a_bounded_time_unless_the_user_says_otherwise(
-    module: str, own: dict[str, str], seen: str
+    module: str, variables: dict[str, str], seen: str
 ) -> None:
     others = {name: value for name, value in os.environ.items() if "OMP" not in name}
-    assert run_python("-c", WATCH.format(module=module), environment=others | own).strip() == seen
+    assert run_python("-c", WATCH.format(module=module), environment=others | variables).strip() == seen
 
 
 PRODUCTS = """

@@ -52,8 +52,8 @@ def decoded(rule: Rule, draft: str, cut: Cut | None = None) -> tuple[list[int], 
 def p_of_text(tokens: list[int], target_VV: Floats) -> float:
     """Chi-square of what followed what."""
     count_VV = np.zeros((VOCAB_SIZE, VOCAB_SIZE))
-    for one, after in pairwise(tokens):
-        count_VV[one, after] += 1
+    for token, after in pairwise(tokens):
+        count_VV[token, after] += 1
     return p_value(count_VV, count_VV.sum(1, keepdims=True) / count_VV.sum() * target_VV)
 
 
@@ -61,7 +61,7 @@ def p_of_text(tokens: list[int], target_VV: Floats) -> float:
 @pytest.mark.parametrize("name", RATIO_RULES)
 def test_the_text_is_the_targets(name: str, draft: str) -> None:
     tokens, lengths, _ = decoded(find_rule(name), draft)
-    assert sum(lengths.count(one) > 20 for one in set(lengths)) >= 2, "lengths hardly changed"
+    assert sum(lengths.count(length) > 20 for length in set(lengths)) >= 2, "lengths hardly changed"
     assert p_of_text(tokens, distributions(pair(draft)[0], WARM)) > LEAST_P
 
 
@@ -111,12 +111,12 @@ def test_alpha_is_the_overlap_along_the_path(name: str, draft: str) -> None:
         assert list(step.guesses) == pytest.approx(overlap_V[verified].tolist(), abs=1e-6)
         accepted += [depth < len(step.nodes) - 1 for depth in range(len(verified))]
         at += len(step.tokens)
-    found = RunningMean()
-    found.add([guess for step in steps for guess in step.guesses])
+    result = RunningMean()
+    result.add([guess for step in steps for guess in step.guesses])
     share, doubt = np.mean(accepted), np.std(accepted) / len(accepted) ** 0.5
-    assert found.mean is not None and found.standard_error is not None
-    assert abs(found.mean - share) <= 4 * doubt + 1e-9, "guesses are accepted as often as alpha says"
-    assert found.standard_error <= doubt + 1e-9, "and alpha is known better than by counting"
+    assert result.mean is not None and result.standard_error is not None
+    assert abs(result.mean - share) <= 4 * doubt + 1e-9, "guesses are accepted as often as alpha says"
+    assert result.standard_error <= doubt + 1e-9, "and alpha is known better than by counting"
 
 
 def test_greedily_a_guess_is_right_or_wrong() -> None:
@@ -127,10 +127,10 @@ def test_greedily_a_guess_is_right_or_wrong() -> None:
         sampler = Sampler(Sampling(), VOCAB_SIZE, rule.drafting)
         for root in range(VOCAB_SIZE):
             (tree,) = grow(draft_VV, chain(3), torch.tensor([root]), sampler)
-            found = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
-            path = [root, *found.tokens][: len(found.guesses)]
-            assert list(found.guesses) == [float(target_VV[t].argmax() == draft_VV[t].argmax()) for t in path]
-            assert len(found.guesses) == min(3, len(found.tokens))
+            result = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
+            path = [root, *result.tokens][: len(result.guesses)]
+            assert list(result.guesses) == [float(target_VV[t].argmax() == draft_VV[t].argmax()) for t in path]
+            assert len(result.guesses) == min(3, len(result.tokens))
         (tree,) = grow(draft_VV, chain(0), torch.tensor([ROOT]), sampler)
         assert list(rule.verify(tree, target_VV[tree.token_N], sampler, 0).guesses) == []
 
@@ -139,8 +139,8 @@ def test_a_point_mass_has_the_targets_chance_of_its_token() -> None:
     target_VV, _ = pair("bad")
     sampler = Sampler(WARM, VOCAB_SIZE, ChildSampling.WITHOUT_REPLACEMENT)
     tree = TokenTree(chain(1), torch.tensor([ROOT, 3]))
-    found = find_rule("sequoia").verify(tree, target_VV[tree.token_N], sampler, 0)
-    assert list(found.guesses) == pytest.approx([distributions(target_VV, WARM)[ROOT, 3]], rel=1e-5)
+    result = find_rule("sequoia").verify(tree, target_VV[tree.token_N], sampler, 0)
+    assert list(result.guesses) == pytest.approx([distributions(target_VV, WARM)[ROOT, 3]], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", RATIO_RULES)
@@ -153,8 +153,10 @@ def test_a_guess_beside_drawn_tokens_is_no_part_of_alpha(name: str) -> None:
         (drawn,) = grow(draft_VV, chain(1), torch.tensor([root]), sampler)
         for token in range(VOCAB_SIZE):
             path = enumerate([drawn.tokens[1], token])
-            tree = graft(drawn, [Guess(at + 1, at, 0, at + 1, 0.9, (TrieCursor(at, ()), one)) for at, one in path], 3)
-            found = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
-            sizes.add(len(found.nodes))
-            assert len(found.guesses) == 1
+            tree = graft(
+                drawn, [Guess(at + 1, at, 0, at + 1, 0.9, (TrieCursor(at, ()), guess)) for at, guess in path], 3
+            )
+            result = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
+            sizes.add(len(result.nodes))
+            assert len(result.guesses) == 1
     assert max(sizes) > 1, "some walks came to the guess"

@@ -238,11 +238,13 @@ def test_ancestors_and_children_are_what_parents_say(topology: Topology) -> None
     assert (ancestor_NN.sum(1) - 1).tolist() == topology.depth_N.tolist(), "a path is as long as its depth"
     # Children are listed in the order of their ranks.
     children = children_of(topology)
-    assert sorted(child for own in children for child in own) == list(range(1, topology.num_nodes))
-    for node, own in enumerate(children):
-        assert all(topology.parent_N[child] == node for child in own)
-        assert [int(topology.rank_N[child]) for child in own] == list(range(len(own)))
-        assert own == list(range(own[0], own[0] + len(own))) if own else True, "siblings stand together"
+    assert sorted(child for siblings in children for child in siblings) == list(range(1, topology.num_nodes))
+    for node, siblings in enumerate(children):
+        assert all(topology.parent_N[child] == node for child in siblings)
+        assert [int(topology.rank_N[child]) for child in siblings] == list(range(len(siblings)))
+        assert siblings == list(range(siblings[0], siblings[0] + len(siblings))) if siblings else True, (
+            "siblings stand together"
+        )
 
 
 def test_the_first_child_with_a_token_is_found() -> None:
@@ -252,8 +254,8 @@ def test_the_first_child_with_a_token_is_found() -> None:
     assert (tree.child(1, 7), tree.child(1, 4), tree.child(3, 7), tree.child(5, 7)) == (4, None, None, None)
     # Children are remembered by shape, tokens must not be.
     shape = k_ary(2, 3)
-    one, two = TokenTree(shape, torch.tensor([0, 1, 2])), TokenTree(shape, torch.tensor([0, 2, 1]))
-    assert (one.child(0, 1), two.child(0, 1)) == (1, 2)
+    first, two = TokenTree(shape, torch.tensor([0, 1, 2])), TokenTree(shape, torch.tensor([0, 2, 1]))
+    assert (first.child(0, 1), two.child(0, 1)) == (1, 2)
     # Children without a distribution are point masses.
     tree = TokenTree(k_ary(2, 5), torch.tensor([9, 4, 7, 4, 6]))
     assert [(o.child, o.token, o.draw, o.probs_V) for o in tree.offers(0)] == [
@@ -306,7 +308,9 @@ RULE = "`tree` must be auto, none, NxD, dynamic:NxD, chain:L, chain:auto or sequ
 BOUNDS = "`tree` must have numbers of 1 or more and at most 65536 nodes"
 
 
-@pytest.mark.parametrize(("text", "rule"), [*((one, RULE) for one in MALFORMED), *((one, BOUNDS) for one in ABSURD)])
+@pytest.mark.parametrize(
+    ("text", "rule"), [*((text, RULE) for text in MALFORMED), *((text, BOUNDS) for text in ABSURD)]
+)
 def test_what_is_refused_is_told_the_forms_or_the_bounds(text: str, rule: str) -> None:
     with pytest.raises(UserError) as error:
         parse_tree(text)

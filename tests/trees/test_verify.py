@@ -287,12 +287,12 @@ def test_no_token_has_more_than_its_chance_over_the_lenience(name: str, draft: s
     draw, trials = KINDS[name]
     target_VV, draft_VV = (distributions(logits_VV, HOT) for logits_VV in pair(draft))
     trees = every_tree(draft_VV, k_ary(num_children, 1 + num_children), ROOT, draw)
-    stars, how, rejected = [(chance, list(tree.offers(0))) for chance, tree in trees], (trials, target_VV[ROOT]), []
+    stars, options, rejected = [(chance, list(tree.offers(0))) for chance, tree in trees], (trials, target_VV[ROOT]), []
     for lenience in LENIENCES:
-        probs_V = sum(chance * emitted_token(*how, offers, lenience) for chance, offers in stars)
+        probs_V = sum(chance * emitted_token(*options, offers, lenience) for chance, offers in stars)
         assert (probs_V <= target_VV[ROOT] / lenience + 1e-9).all()
         assert np.abs(probs_V - target_VV[ROOT]).sum() < 1e-6 or lenience < 1
-        rejected.append(sum(chance * outcomes(*how, offers, lenience)[1] for chance, offers in stars))
+        rejected.append(sum(chance * outcomes(*options, offers, lenience)[1] for chance, offers in stars))
         if num_children == 1:
             assert 1 - rejected[-1] == pytest.approx(
                 acceptance_rate(target_VV[ROOT], draft_VV[ROOT], lenience), abs=1e-6
@@ -347,5 +347,5 @@ def test_at_temperature_0_a_child_must_be_nearly_the_likeliest(
     """p(x) >= l max(p), where p is the distribution at temperature 1."""
     rule, last_V = find_rule(name, lenience), [0.0, 0, 0, 9, 0, 0]
     logits_NV = torch.tensor([scores, last_V, last_V, last_V, last_V])
-    found = rule.verify(TREE, logits_NV, Sampler(Sampling(), VOCAB_SIZE, rule.drafting), 7)
-    assert found.tokens == tokens and list(found.guesses) == guesses
+    result = rule.verify(TREE, logits_NV, Sampler(Sampling(), VOCAB_SIZE, rule.drafting), 7)
+    assert result.tokens == tokens and list(result.guesses) == guesses

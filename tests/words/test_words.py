@@ -25,7 +25,9 @@ def rendered(template: str, messages: Sequence[Any], **variables: Any) -> str:
 @cache
 def words_of(name: str) -> ModelWords:
     family = FAMILIES[name]
-    return probe(lambda told, more: rendered(family.template, told, **more), family.template, {*family.special})
+    return probe(
+        lambda messages, options: rendered(family.template, messages, **options), family.template, {*family.special}
+    )
 
 
 def tool(name: str, **fields: Any) -> Any:
@@ -61,7 +63,9 @@ ANSWERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
 )
 def test_the_switch_of_thoughts_is_what_changes_a_prompt(source: str, switch: object) -> None:
-    words = probe(lambda told, more: rendered(source + "{{ messages[0].content }}", told, **more), source, set())
+    words = probe(
+        lambda messages, options: rendered(source + "{{ messages[0].content }}", messages, **options), source, set()
+    )
     assert words.thinking == switch
 
 
@@ -219,11 +223,11 @@ def test_drawn_answers_are_the_same_however_they_are_cut(name: str) -> None:
         num_answers += 1
         segments = segments_of(text, family.special)
         whole, single, _ = cuts(segments, 0)
-        found = read(words, whole, family.special, prompt)
+        result = read(words, whole, family.special, prompt)
         # a template may have a blank before words
-        assert [found[0], found[1].strip(), found[2]] == wanted, f"{text!r}"
+        assert [result[0], result[1].strip(), result[2]] == wanted, f"{text!r}"
         for pieces in (single, *(cuts(segments, seed)[2] for seed in range(3))):
-            assert read(words, pieces, family.special, prompt) == found, f"{text!r}"
+            assert read(words, pieces, family.special, prompt) == result, f"{text!r}"
     assert num_answers >= NUM_DRAWN // 2
 
 
@@ -242,18 +246,18 @@ def test_parts_are_those_that_transformers_reads(name: str, model_type: str) -> 
     from transformers.utils.chat_parsing import parse_response
 
     family, words = FAMILIES[name], words_of(name)
-    (template,) = [one for types, one in _RESPONSE_TEMPLATE_FALLBACKS.items() if model_type in types]
+    (template,) = [value for types, value in _RESPONSE_TEMPLATE_FALLBACKS.items() if model_type in types]
     anchors = template["start_anchor"]
     anchor = anchors if isinstance(anchors, str) else anchors[0]
     num_compared = 0
     for text, thoughts, content, calls in drawn_answers(name):
         if model_type == "gemma4" and any("-" in call for call, _ in calls):
             continue  # a name that its template has no pattern for
-        found = parse_response(text, template, prefix=anchor, tools=TOOLS)
-        functions = [call["function"] for call in found.get("tool_calls", [])]
-        told = (found.get("reasoning_content", ""), found.get("content", ""))
-        assert tuple(map(str.strip, told)) == (thoughts, content)
-        if [(one["name"], one["arguments"]) for one in functions] == calls:
+        result = parse_response(text, template, prefix=anchor, tools=TOOLS)
+        functions = [call["function"] for call in result.get("tool_calls", [])]
+        messages = (result.get("reasoning_content", ""), result.get("content", ""))
+        assert tuple(map(str.strip, messages)) == (thoughts, content)
+        if [(function["name"], function["arguments"]) for function in functions] == calls:
             num_compared += 1
         assert read(words, [segments_of(text, family.special)], family.special) == (thoughts, content, calls)
     assert num_compared >= NUM_DRAWN // 3
@@ -270,7 +274,7 @@ def test_a_call_of_what_was_not_offered_is_text(name: str) -> None:
 
 def test_what_a_template_does_not_tell() -> None:
     silent = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    words = probe(lambda told, more: rendered(silent, told, **more), silent, set())
+    words = probe(lambda messages, options: rendered(silent, messages, **options), silent, set())
     assert (words.knows_tools, words.shows_calls, words.calls, words.thoughts) == (False, False, None, None)
     assert words_of("Hermes, Qwen").thought_key == "reasoning_content"
     assert words_of("DeepSeek V3").takes_text_arguments and words_of("DeepSeek V3").content_form == "none"
@@ -278,7 +282,7 @@ def test_what_a_template_does_not_tell() -> None:
     assert not words_of("GLM-4.5").takes_text_arguments
     # a form that would not be read back is none: an agent is told, and gets no call as text
     odd = FAMILIES["Hermes, Qwen"].template.replace("\n</tool_call>", " please</tool_call>")
-    words = probe(lambda told, more: rendered(odd, told, **more), odd, set())
+    words = probe(lambda messages, options: rendered(odd, messages, **options), odd, set())
     assert words.knows_tools and words.shows_calls and words.calls is None
 
 

@@ -51,8 +51,10 @@ def torchao(folder: Path) -> None:
         "intx4": quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=quantization.PerGroup(32)),
     }
     for name, kind in kinds.items():
-        how = TorchAoConfig(kind)
-        model = AutoModelForCausalLM.from_pretrained(folder / "llama", quantization_config=how, dtype=torch.bfloat16)
+        options = TorchAoConfig(kind)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "llama", quantization_config=options, dtype=torch.bfloat16
+        )
         model.save_pretrained(folder / f"ao-{name}")
 
 
@@ -79,11 +81,11 @@ def autoround(folder: Path) -> None:
     for name, scheme in schemes.items():
         model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype="bfloat16")
         group = 32 if name in ("w2", "w3") else None
-        how = {"iters": 0, "disable_opt_rtn": True, "group_size": group, "device_map": "cpu"}
-        AutoRound(model, tokenizer, scheme=scheme, **how).quantize_and_save(
+        options = {"iters": 0, "disable_opt_rtn": True, "group_size": group, "device_map": "cpu"}
+        AutoRound(model, tokenizer, scheme=scheme, **options).quantize_and_save(
             str(folder / f"auto-{name}"), format="auto_round"
         )
 
 
 if __name__ == "__main__":
-    {one.__name__: one for one in (base, mlx, torchao, gptqmodel, autoround)}[sys.argv[1]](Path(sys.argv[2]))
+    {maker.__name__: maker for maker in (base, mlx, torchao, gptqmodel, autoround)}[sys.argv[1]](Path(sys.argv[2]))

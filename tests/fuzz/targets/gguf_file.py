@@ -60,8 +60,8 @@ def _write_and_generate(folder: Path) -> object:
     return _generate(folder)
 
 
-_START = tuple(front(2048, one) for one in (flip, integer, integer, piece))
-_HEADER = tuple(front(10_000, one) for one in (flip, flip, integer, piece, cut))
+_START = tuple(front(2048, damage) for damage in (flip, integer, integer, piece))
+_HEADER = tuple(front(10_000, damage) for damage in (flip, flip, integer, piece, cut))
 _FILES = {"*.gguf": (*_START, *_HEADER, *BYTES, special)}
 TARGETS = [
     Target("gguf_file/qwen3", partial(_save, name="qwen3", kind="Q4_K"), _FILES, _generate),

@@ -110,21 +110,24 @@ def _head(path: Path, rng: random.Random) -> str:
     head = json.loads(path.read_text())
     key = rng.choice(("method", "path", "query", "headers", "headers", "headers", "headers"))
     if key == "headers":
-        at, how = rng.randrange(len(head["headers"])), rng.choice(("value", "value", "drop", "double", "new", "long"))
+        at, options = (
+            rng.randrange(len(head["headers"])),
+            rng.choice(("value", "value", "drop", "double", "new", "long")),
+        )
         name, value = head["headers"][at]
-        if how == "drop":
+        if options == "drop":
             del head["headers"][at]
-        elif how == "new":
+        elif options == "new":
             head["headers"].append([rng.choice(("x-y", "cookie", "transfer-encoding", "expect", "range")), "1"])
         else:
             long = {"long": f"{value}{'x' * 70_000}", "double": value}.get(
-                how, rng.choice((*STRINGS, "Bearer", "[::1"))
+                options, rng.choice((*STRINGS, "Bearer", "[::1"))
             )
             head["headers"].append([name, long])
             head["headers"] = (
-                head["headers"] if how == "double" else [*head["headers"][:at], *head["headers"][at + 1 :]]
+                head["headers"] if options == "double" else [*head["headers"][:at], *head["headers"][at + 1 :]]
             )
-        done = f"{name} {how}"
+        done = f"{name} {options}"
     else:
         usual = {"method": ("GET", "PUT", "HEAD", "OPTIONS", "DELETE", "X"), "query": ("a=b", "%ff", "x" * 9999),
             "path": ("/v1/models/%2e%2e", "/v1/models/../../x", "/health", "/metrics", "//", "/v1/chat/completions/",
@@ -136,17 +139,17 @@ def _head(path: Path, rng: random.Random) -> str:
 
 
 def _targets() -> list[Target]:
-    found = []
+    results = []
     for name, path, body in (("chat", "/v1/chat/completions", _CHAT), ("stream", "/v1/chat/completions", _STREAM),
             ("text", "/v1/completions", _TEXT)):  # fmt: skip
-        formats = other(*(json.dumps({**body, "response_format": one}) for one in _SCHEMAS))
+        formats = other(*(json.dumps({**body, "response_format": schema}) for schema in _SCHEMAS))
         damages = (only(*body), only(*body), json_value, json_value, text, formats, *BYTES[:3])
 
         def make(folder: Path, path: str = path, body: Any = body) -> None:
             _save(folder, path, body)
 
-        found.append(Target(f"http/{name}", make, {"body.json": damages, "head.json": (_head,)}, _ask))
-    return found
+        results.append(Target(f"http/{name}", make, {"body.json": damages, "head.json": (_head,)}, _ask))
+    return results
 
 
 TARGETS = _targets()

@@ -15,10 +15,10 @@ _KEYS = ("format", "version", "files", "source", "packed_bytes", "source_bytes",
 _NOTES = ("origin", "crc32", "source_header", "format", "version", "about", "x")
 
 
-def _save(folder: Path, *how: str) -> None:
+def _save(folder: Path, *others: str) -> None:
     save(build(config_of("llama")).to(torch.bfloat16), folder / "model", max_shard_size="50KB")
     save_tokenizer(folder / "model")
-    packed = shell("pack", "-m", folder / "model", "--out", folder / "packed", "--quiet", *how)
+    packed = shell("pack", "-m", folder / "model", "--out", folder / "packed", "--quiet", *others)
     assert packed.code == 0, packed.err
     keep_wanted(folder, _generate(folder))
 

@@ -90,7 +90,7 @@ def _write_the_rest(folder: Path) -> Outcome:
     before = path.open("rb").read(_MOST_BYTES).split(b"\n") if is_readable else []
     outcome = _write_lines(folder)
     if outcome.code == 0:
-        lines, wanted = (one.read_bytes().split(b"\n") for one in (path, folder / "wanted"))
+        lines, wanted = (file.read_bytes().split(b"\n") for file in (path, folder / "wanted"))
         assert len(lines) == len(wanted) and {*lines} <= {*before, *wanted}, f"another result: {lines}"
     return outcome
 

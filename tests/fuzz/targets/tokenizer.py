@@ -22,9 +22,9 @@ _PARTS = ("model", "model.vocab", "model.merges", "model.type", "model.unk_id", 
     "pre_tokenizer", "decoder", "post_processor", "added_tokens", "truncation", "padding", "version")  # fmt: skip
 _PATTERNS = ("(a+)+$", "(?:", "(.*)*x", "\\p{L}{1,10000000}", "")
 _SPLITS = tuple(
-    {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in _PATTERNS
+    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False} for pattern in _PATTERNS
 )
-_NORMALIZERS = (*({"type": "Replace", "pattern": {"Regex": one}, "content": "a" * 99} for one in _PATTERNS),
+_NORMALIZERS = (*({"type": "Replace", "pattern": {"Regex": pattern}, "content": "a" * 99} for pattern in _PATTERNS),
     {"type": "Replace", "pattern": {"String": ""}, "content": "xx"}, {"type": "Prepend", "prepend": "x" * 10**6},
     {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(range(200))).decode()},
     {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\xff\xff\xff\x7f" * 9).decode()},

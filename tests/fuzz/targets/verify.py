@@ -37,9 +37,9 @@ def _save_gguf(folder: Path) -> None:
     _keep_sound(folder, "m.gguf")
 
 
-def _keep_sound(folder: Path, model: str, *more: object) -> None:
-    told = shell("verify", folder / model, "--write", *more)
-    assert told.code == 0, told.err
+def _keep_sound(folder: Path, model: str, *others: object) -> None:
+    outcome = shell("verify", folder / model, "--write", *others)
+    assert outcome.code == 0, outcome.err
     (folder / "wanted.json").write_text(json.dumps(_bits(folder)))
 
 
@@ -64,9 +64,9 @@ def _compare(folder: Path) -> Outcome:
 
 
 def _verify_bits(folder: Path) -> Outcome:
-    told = _verify(folder)
-    assert told.code != 0 or _bits(folder) == json.loads((folder / "wanted.json").read_text()), "called sound"
-    return told
+    outcome = _verify(folder)
+    assert outcome.code != 0 or _bits(folder) == json.loads((folder / "wanted.json").read_text()), "called sound"
+    return outcome
 
 
 _SAFETENSORS = {"model/*.safetensors": (header, data, data, special, *BYTES)}
