@@ -93,12 +93,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_asked_for = "full" in config.option.markexpr or any("::" in argument for argument in config.args)
     if not (config.option.full or config.option.slice or _is_for_gpu(config) or is_asked_for):
         left_out.add("full")
-    kept = {item for item in items if not left_out & {mark.name for mark in item.iter_markers()}}
+    kept = {item for item in items if not left_out & _marks(item)}
     if config.option.slice:
-        kept &= {item for item in slice_of_the_seed(items) if item.get_closest_marker("full")}
+        kept &= {item for item in slice_of_the_seed(items) if "full" in _marks(item)}
     if deselected := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item in kept]
+
+
+def _marks(item: pytest.Item) -> set[str]:
+    """Return the names of its marks; what runs always is not left to the full run, whatever its table says."""
+    names = {mark.name for mark in item.iter_markers()}
+    return names - {"full"} if "always" in names else names
 
 
 @pytest.hookimpl(wrapper=True)

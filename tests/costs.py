@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ _TABLE = Path(__file__).with_suffix(".tsv")
 _LISTED_S = 0.2
 # of all cases of one function in a quick run, on average over commits: those that guard a promise, and others
 _PROMISED_S = 0.3
-_QUICK_S = 0.1
+_QUICK_S = 0.05
 # of one case at most
 _SINGLE_S = 2.0
 # of the share of one commit
@@ -45,19 +45,27 @@ class Cost(NamedTuple):
 
 
 def mark_costly(items: Iterable[pytest.Item]) -> None:
-    """Mark what a quick run cannot afford `full`; what is marked by hand is left as it is."""
-    costs = read_costs()
-    guards = {file for mistake in read_mistakes() for file in mistake.tests}
-    cases = defaultdict(list)
+    """Mark what a quick run cannot afford `full`; what is marked by hand is left as it is.
+
+    Cases that notice a planted mistake are marked `always`, and counted among those of their function.
+    """
+    costs, mistakes = read_costs(), read_mistakes()
+    guards = {file for mistake in mistakes for file in mistake.tests}
+    noticing = {case for mistake in mistakes for case in mistake.cases}
+    cases, num_always = defaultdict(list), Counter[str]()
     for item in items:
-        if not item.get_closest_marker("full") and not item.get_closest_marker("always"):
-            cases[function_of(item.nodeid)].append(item)
+        function = function_of(item.nodeid)
+        if item.nodeid in noticing:
+            item.add_marker("always")
+            num_always[function] += 1
+        elif not item.get_closest_marker("full") and not item.get_closest_marker("always"):
+            cases[function].append(item)
     for function in cases.keys() & costs.keys():
         function_cases = cases[function]
         chance = random_of_the_seed(function)
         afforded_s = _PROMISED_S if function.partition("::")[0] in guards else _QUICK_S
-        num_quick = min(len(function_cases), costs[function].num_quick(chance.random(), afforded_s))
-        drawn = chance.sample(range(len(function_cases)), num_quick)
+        num_afforded = costs[function].num_quick(chance.random(), afforded_s) - num_always[function]
+        drawn = chance.sample(range(len(function_cases)), min(len(function_cases), max(0, num_afforded)))
         for index in set(range(len(function_cases))).difference(drawn):
             function_cases[index].add_marker("full")
 

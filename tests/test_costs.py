@@ -11,7 +11,8 @@ from typing import Any
 import conftest
 import matrix
 import pytest
-from costs import Cost, mark_costly, read_costs, slice_of_the_seed
+from costs import Cost, function_of, mark_costly, read_costs, slice_of_the_seed
+from planted.mistakes import read_mistakes
 
 HERE = Path(__file__).parent
 MANY = ("a::many", "tests/test_tiny.py::many")
@@ -35,7 +36,16 @@ def test_the_others_are_left_to_the_full_run(monkeypatch: pytest.MonkeyPatch) ->
     mark_costly(items)  # type: ignore[arg-type]
     quick = [item.nodeid for item in items if "full" not in item.marks]
     assert "a::cheap" in quick and "a::dear" not in quick
-    assert len(quick) == 5, "one of the many, three where they guard a promise, and none that is marked by hand"
+    assert len(quick) == 4, "three of the many where they guard a promise, and none that is marked by hand"
+
+
+def test_a_case_that_notices_a_planted_mistake_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for mistake in read_mistakes() for case in mistake.cases)
+    function = function_of(case)
+    monkeypatch.setattr("costs.read_costs", lambda: {function: Cost(60.0, 16)})
+    items = [_Item(case), *(_Item(f"{function}[other{number}]") for number in range(15))]
+    mark_costly(items)  # type: ignore[arg-type]
+    assert [item.nodeid for item in items if "full" not in item.marks] == [case] and items[0].marks == ["always"]
 
 
 def test_each_test_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

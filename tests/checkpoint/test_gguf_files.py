@@ -255,9 +255,9 @@ def test_a_file_that_is_cut_behind_its_header_is_told(tmp_path: Path, monkeypatc
 
 SCALED = {"rope_parameters": {**LLAMA3, "factor": 32.0}}
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-OTHERS: list[tuple[str, dict[str, Any], str]] = [
+OTHERS = [
     ("llama", {"model_type": "qwen2"}, "is of architecture llama, .* of qwen2"),
-    ("llama", {"hidden_size": 512}, "hidden_size is 256 there and 512 in"),
+    pytest.param("llama", {"hidden_size": 512}, "hidden_size is 256 there and 512 in", id="hidden_size"),
     ("llama", {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-05 there and 1e-06"),
     ("llama", SCALED, "not that of rope_freqs.weight"),
     ("llama", PLAIN, "not that of rope_freqs.weight"),

@@ -84,7 +84,10 @@ def test_a_process_that_is_killed_is_told_of() -> None:
     assert {*children(os.getpid())} == {*before}
 
 
-@matrix("ending", ["os.kill(os.getpid(), 9)", "raise UserError('`ram` 1 is too small here')", "1 / 0"], daily=1)
+KILLED = "os.kill(os.getpid(), 9)"
+
+
+@matrix("ending", [KILLED, "raise UserError('`ram` 1 is too small here')", "1 / 0"], always=[KILLED])
 def test_a_process_that_ends_before_ranks_have_met_is_told_of(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os; from offload.errors import UserError; from offload.distributed import cards; "
     program += (

@@ -1,7 +1,8 @@
 """Mistakes in the program, each against one promise of README.md or docs/, and the tests that ought to see it.
 
 `mistakes.txt` has four lines for each: the promise; the file, and behind a bar the tests below tests/ that are asked;
-what stands once in the file; and what is to stand there instead.
+what stands once in the file; and what is to stand there instead. Of a file of tests it may name a case, which then runs
+each time: where the cases that notice are few among many, a quick run would draw them for some commits alone.
 """
 
 from pathlib import Path
@@ -19,6 +20,7 @@ class Mistake(NamedTuple):
     tests: tuple[str, ...]
     right: str
     wrong: str
+    cases: tuple[str, ...] = ()
 
     def plant(self, source: str) -> str:
         """Return the file's text with the mistake. Raises `ValueError` where it no longer has one place for it."""
@@ -34,6 +36,9 @@ def read_mistakes() -> list[Mistake]:
 
 
 def _mistake(promise: str, where: str, right: str, wrong: str) -> Mistake:
-    file, _, tests = where.partition(" | ")
+    file, _, asked = where.partition(" | ")
     assert (right[:2], wrong[:2]) == ("- ", "+ "), promise
-    return Mistake(promise, file, tuple(f"tests/{test}" for test in tests.split()), right[2:], wrong[2:])
+    tests = [f"tests/{test}" for test in asked.split()]
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    cases = tuple(test for test in tests if "::" in test)
+    return Mistake(promise, file, (*files,), right[2:], wrong[2:], cases)

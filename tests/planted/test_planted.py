@@ -20,3 +20,6 @@ def test_a_mistake_has_one_place_and_tests_that_ought_to_see_it(mistake: Mistake
     source = (ROOT / mistake.file).read_text(encoding="utf-8")
     assert mistake.plant(source) != source
     assert mistake.tests and all((ROOT / test).exists() for test in mistake.tests)
+    for case in mistake.cases:
+        file, _, function = case.partition("[")[0].partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), case

@@ -29,13 +29,18 @@ from torch import Tensor
 import offload
 from offload.calibration import startup
 from offload.checkpoint.open import open_checkpoint
+from offload.drafting.dynamic import DraftCalibration
+from offload.drafting.static import draw_children
 from offload.engine.build import resident_model
 from offload.engine.request import Request
 from offload.model.headers import describe
+from offload.model.kv_cache import KEYS, VALUES, KVCache
 from offload.model.tree_model import TreeModel
 from offload.sampling import sampler as sampling
+from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape
+from offload.trees.verification import find_rule
 
 __all__ = ["device"]  # a fixture
 LOAD = {"context": 128, "threads": 1, **BUDGETS}
@@ -149,6 +154,30 @@ def test_what_is_left_on_the_wrong_side_is_refused(
 
 WARM = Sampling(temperature=0.8, seed=4)
 ADJUSTED = replace(WARM, repeat_penalty=1.2, frequency_penalty=0.3, logit_bias=((7, 1.5), (9, -2.0)))
+
+
+def test_each_part_of_a_step_sends_what_it_needs() -> None:
+    """Tokens that were said, coins of a draw and rows that are committed; a draft learns from what lies there."""
+    by_send = list[int]()
+
+    def send(tensor: Tensor) -> Tensor:
+        by_send.append(tensor.numel())
+        return tensor.to(place())
+
+    with StrictDevice() as card:
+        scores_TV, token_T = torch.randn(3, 40).to(place()), torch.tensor([1, 2, 3]).to(place())
+        cache = KVCache(1, 8, send=send)
+        cache.write(0, 0, {KEYS: torch.randn(1, 2, 4, 6).to(place()), VALUES: torch.randn(1, 2, 4, 6).to(place())})
+        card.sends.clear()
+        sampler = Sampler(ADJUSTED, 40, find_rule("specinfer").drafting, send=send)
+        sampler.begin([5, 9])
+        sampler.accept([3, 4])
+        sampler.adjusted(scores_TV, [(), (1,), (1, 2)])
+        assert len(by_send) > 3
+        draw_children(scores_TV, 2, sampler, 7)
+        cache.commit([0, 2])
+        DraftCalibration().learn(scores_TV, token_T)
+        assert card.sends == by_send, "whatever gets there goes by `send`"
 
 
 class Step(NamedTuple):
