@@ -38,11 +38,11 @@ def recognise(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Rec
     """By the first format that knows the tensors, by suffix."""
     headers = {suffix: OfHeader(_NAMES[tensor.dtype], tuple(tensor.shape)) for suffix, tensor in tensors.items()}
     for known_format in FORMATS:
-        result = known_format.recognise(
-            {key: value for key, value in headers.items() if key in known_format.suffixes}, settings
+        recognised = known_format.recognise(
+            {key: header for key, header in headers.items() if key in known_format.suffixes}, settings
         )
-        if result is not None:
-            return result
+        if recognised is not None:
+            return recognised
     raise AssertionError(f"no format knows {sorted(tensors)}")
 
 
@@ -54,15 +54,15 @@ def expanded(
     expansion: Expansion = REFERENCE,
 ) -> Tensor:
     """The weight, after what is said of its bytes was compared with what they are."""
-    result = recognise(tensors, settings)
-    (words,) = result.words
+    recognised = recognise(tensors, settings)
+    (words,) = recognised.words
     stored_B = tensors[words].contiguous().flatten().view(torch.uint8)
-    assert len(stored_B) == result.coding.stored_bytes(shape)
-    ready = result.coding.prepare({suffix: tensors[suffix] for suffix in result.companions}, shape)
+    assert len(stored_B) == recognised.coding.stored_bytes(shape)
+    ready = recognised.coding.prepare({suffix: tensors[suffix] for suffix in recognised.companions}, shape)
     held = sum(tensor.numel() * tensor.element_size() for tensor in ready.values())
-    assert held == result.coding.companion_bytes(shape)
+    assert held == recognised.coding.companion_bytes(shape)
     around = torch.full((shape[0] + 2, *shape[1:]), 7.0, dtype=dtype)
-    result.coding.expand(stored_B, ready, around[1:-1], expansion)
+    recognised.coding.expand(stored_B, ready, around[1:-1], expansion)
     assert bool((around[0] == 7).all() and (around[-1] == 7).all()), "written beside its place"
     return around[1:-1]
 

@@ -126,7 +126,7 @@ def write_gguf(
     """
     model, rng = build(config, seed).float(), np.random.default_rng(seed)
     arch, stored, weights = ARCH[config.model_type], {}, {}
-    known = [value for value, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
+    known = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]
     if not known:
         pytest.skip(f"this gguf has no {arch}")
     names = gguf.get_tensor_name_map(known[0], 99)
@@ -143,23 +143,23 @@ def write_gguf(
             pieces, rebuild = _pieces(arch, config, name, values)
         numbers = []
         for full, values in pieces:
-            text = OWN_NAMES.get(full.rpartition("layers.")[2].partition(".")[2])
-            text = text and f"blk.{full.split('.')[2]}.{text}"
-            text = text or names.get_name(full, try_suffixes=(".weight", ".bias"))
-            assert text is not None, full
-            is_vector = values.ndim < 2 or text.endswith(("ssm_conv1d.weight", ".bias"))
-            used = vectors if is_vector else _kind_of(text, kind, mix or {})
-            raw, number = _stored(values, used, heads.get(text.split(".")[-2], 0), rng)
-            stored[text] = raw, used
+            own_name = OWN_NAMES.get(full.rpartition("layers.")[2].partition(".")[2])
+            own_name = own_name and f"blk.{full.split('.')[2]}.{own_name}"
+            own_name = own_name or names.get_name(full, try_suffixes=(".weight", ".bias"))
+            assert own_name is not None, full
+            is_vector = values.ndim < 2 or own_name.endswith(("ssm_conv1d.weight", ".bias"))
+            used = vectors if is_vector else _kind_of(own_name, kind, mix or {})
+            raw, number = _stored(values, used, heads.get(own_name.split(".")[-2], 0), rng)
+            stored[own_name] = raw, used
             numbers.append(number)
         weights[name] = torch.from_numpy(rebuild(numbers)).reshape(tensor.shape)
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     if arch == "llama" and (factors := _factors(config)) is not None:
         stored["rope_freqs.weight"] = (factors, "F32")
-    stored |= {entry: (raw, "F32") for entry, raw in (extra or {}).items()}
+    stored |= {value: (raw, "F32") for value, raw in (extra or {}).items()}
     if changed is not None:
-        stored = {entry: (changed(entry, raw).astype(raw.dtype), used) for entry, (raw, used) in stored.items()}
+        stored = {value: (changed(value, raw).astype(raw.dtype), used) for value, (raw, used) in stored.items()}
     return Written(_write(config, path, arch, stored, max_tensors, says or {}), model)
 
 

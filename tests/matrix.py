@@ -21,10 +21,10 @@ def seed_of_commit(folder: Path = Path(__file__).parent) -> str:
     """Return the first 32 bits of the commit's hash in decimals, as the Makefile has them, or `NO_COMMIT`."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        message = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+        commit = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return NO_COMMIT
-    return str(int(message[:8], 16))
+    return str(int(commit[:8], 16))
 
 
 # Set for the workers, too: a commit meanwhile does not change a run.

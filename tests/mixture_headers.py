@@ -25,12 +25,12 @@ def mixture(num_dense: int = 0, *, is_stacked: bool = False, **changes: Any) -> 
     width, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
     for layer in range(config["num_hidden_layers"]):
-        reply: Shapes = {f"self_attn.{name}_proj.weight": (1024, width) for name in "qkvo"}
-        reply["mlp.shared_experts.up_proj.weight"] = (inner, width)
+        layer_shapes: Shapes = {f"self_attn.{name}_proj.weight": (1024, width) for name in "qkvo"}
+        layer_shapes["mlp.shared_experts.up_proj.weight"] = (inner, width)
         if layer >= num_dense:
-            reply["mlp.gate.weight"] = (count, width)
-            reply |= _stacks(count, inner, width) if is_stacked else _each(count, inner, width)
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in reply.items()}
+            layer_shapes["mlp.gate.weight"] = (count, width)
+            layer_shapes |= _stacks(count, inner, width) if is_stacked else _each(count, inner, width)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     shapes["lm_head.weight"] = (config["vocab_size"], width)
     named = {name: ("bfloat16", shape) for name, shape in shapes.items()}
     kept, chosen = (8, 128), config["num_experts_per_tok"]

@@ -84,7 +84,7 @@ class Paper:
         self.now, self.capturing = self.default, None
 
     def install(self, patch: pytest.MonkeyPatch) -> "Paper":
-        for name, value in {
+        for name, stand_in in {
             "Stream": lambda place: PaperStream(self, "side"),
             "CUDAGraph": lambda: PaperGraph(self),
             "current_stream": lambda place: self.now,
@@ -92,7 +92,7 @@ class Paper:
             "graph_pool_handle": self.pool,
             "empty_cache": self.empty_cache,
         }.items():
-            patch.setattr(torch.cuda, name, value)
+            patch.setattr(torch.cuda, name, stand_in)
         side_stream.cache_clear()  # it is another paper's
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate, raising=False)
         return self

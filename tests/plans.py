@@ -24,7 +24,7 @@ def specified_files(*files: Checkpoint | None) -> ModelFiles:
 def plan_memory(files: Iterable[Checkpoint | None], *, num_nodes: int, **budget: Any) -> MemoryPlan:
     """Plan for files; sizes may be written out, such as `1GiB`."""
     given = {name: budget.pop(name, None) for name in ("ram", "gpu")}
-    sizes = {f"{name}_bytes": value and ByteSize.parse(value, f"`{name}`") for name, value in given.items()}
+    sizes = {f"{name}_bytes": size and ByteSize.parse(size, f"`{name}`") for name, size in given.items()}
     return planner.plan_memory(specified_files(*files), MemoryBudget(**budget, **sizes), num_nodes)
 
 

@@ -54,10 +54,10 @@ LOOKS = ("time.time()", "from time import time", "datetime.now(UTC)", "os.stat(p
 
 
 def test_the_wall_clock_is_for_people() -> None:
-    results = [(str(path), line, look) for path, source in sources() for line, look in looks_at_the_wall(source)]
-    wrong = [f"{path}:{line} {look}: take time.monotonic" for path, line, look in results if (path, look) not in TOLD]
+    looks = [(str(path), line, look) for path, source in sources() for line, look in looks_at_the_wall(source)]
+    wrong = [f"{path}:{line} {look}: take time.monotonic" for path, line, look in looks if (path, look) not in TOLD]
     assert not wrong, "\n" + "\n".join(wrong)
-    assert TOLD.keys() == {(path, look) for path, _, look in results}
+    assert TOLD.keys() == {(path, look) for path, _, look in looks}
     assert all(list(looks_at_the_wall(source)) for source in LOOKS), "a look is found"
 
 

@@ -127,6 +127,6 @@ def test_the_plan_that_a_page_shows_is_what_the_program_says(tmp_path: Path, mon
 
 def test_pictures_are_there_and_small() -> None:
     shown = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", README.read_text())
-    assert len(shown) == 2 and all(len(words) > 20 for words, _ in shown)
+    assert len(shown) == 2 and all(len(caption) > 20 for caption, _ in shown)
     pictures = list((ROOT / "docs" / "pictures").iterdir())
     assert pictures and all(path.stat().st_size <= MOST_PICTURE_BYTES for path in pictures)

@@ -68,10 +68,10 @@ def test_norms_and_biases_may_be_of_any_kind(name: str, kind: str, tmp_path: Pat
     checkpoint = open_headers(written.path, tmp_path / "original")
     assert all(entry.dtype == kind for entry in checkpoint.tensors.values() if len(entry.shape) == 1)
     assert is_close(own_logits(checkpoint), wanted_logits(written))
-    message = ("--config", tmp_path / "original")
+    flags = ("--config", tmp_path / "original")
     for command in (
         ("verify", written.path),
-        ("plan", "-m", written.path, "--ram", "1GiB", "--disk-speed", "2GB", *message),
+        ("plan", "-m", written.path, "--ram", "1GiB", "--disk-speed", "2GB", *flags),
     ):
         done = shell(*command)
         assert done.code == 0, done.err
@@ -102,7 +102,7 @@ def test_logits_of_current_families(name: str, tmp_path: Path) -> None:
 def test_gate_and_up_of_experts_may_be_one_stack(name: str, tmp_path: Path) -> None:
     written = written_with_config(name, "Q8_0", tmp_path, fuses=True)
     checkpoint = open_headers(written.path)
-    assert any(text.endswith("experts.gate_up_proj") for text in checkpoint.tensors)
+    assert any(name.endswith("experts.gate_up_proj") for name in checkpoint.tensors)
     assert is_close(own_logits(checkpoint), wanted_logits(written))
 
 

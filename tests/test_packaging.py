@@ -112,7 +112,7 @@ def supply(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 def test_licences_of_all_that_the_wheel_needs() -> None:
-    message = supply("licences")
-    assert message.returncode == 0, message.stdout
-    names = {line.split()[0] for line in message.stdout.splitlines()}
+    done = supply("licences")
+    assert done.returncode == 0, done.stdout
+    names = {line.split()[0] for line in done.stdout.splitlines()}
     assert {"torch", "transformers", "jinja2", "safetensors", "uvicorn"} <= names and "pytest" not in names

@@ -153,9 +153,9 @@ def test_beside_a_copy_bits_are_the_same_and_the_copy_is_there_once(family: str,
                 tensor = decoder.drafter.model
                 copy, shared = decoder.target._model._expanded._companions, tensor.held._matrices
                 words = {held["word"].data_ptr() for held in copy.values()}
-                assert words == {words.word_NK.data_ptr() for words in shared}, "the copy is there twice"
+                assert words == {weights.word_NK.data_ptr() for weights in shared}, "the copy is there twice"
                 scales = {held["scale"].data_ptr() for held in copy.values()}
-                assert (scales == {words.scale.data_ptr() for words in shared}) == (dtype == "bfloat16")
+                assert (scales == {weights.scale.data_ptr() for weights in shared}) == (dtype == "bfloat16")
     assert all(tokens == ids[0] for tokens in ids)
 
 

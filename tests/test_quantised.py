@@ -119,9 +119,11 @@ def test_a_transposed_weight_is_refused(format: str, tmp_path: Path) -> None:
     turned = RECIPES[format].store(weight.T.contiguous()).tensors
     for path in model.directory.glob("*.safetensors"):
         tensors = load_file(path)
-        reply = {name: turned[name.removeprefix(base)] for name in tensors if name.startswith(base)}
+        turned_tensors = {name: turned[name.removeprefix(base)] for name in tensors if name.startswith(base)}
         save_file(
-            tensors | {name: tensor.contiguous() for name, tensor in reply.items()}, path, metadata={"format": "pt"}
+            tensors | {name: tensor.contiguous() for name, tensor in turned_tensors.items()},
+            path,
+            metadata={"format": "pt"},
         )
     rows, columns = weight.shape
     with pytest.raises(UserError, match=rf"k_proj\.weight must have shape \[{rows}, {columns}\], the file has"):

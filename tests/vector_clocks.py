@@ -90,8 +90,8 @@ class Clocks:
         """What an actor does from now on comes behind all that `seen` tells of."""
         with self._lock:
             clock = self._clock_of.setdefault(actor or self.thread(), {})
-            for value, count in seen.items():
-                clock[value] = max(clock.get(value, 0), count)
+            for actor_seen, count in seen.items():
+                clock[actor_seen] = max(clock.get(actor_seen, 0), count)
 
     def launch(self, stream: str) -> None:
         """What is enqueued on a stream comes behind what this thread has done."""

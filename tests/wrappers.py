@@ -97,19 +97,21 @@ def wrapper_config(kind: str, **changes: Any) -> PreTrainedConfig:
     usual = CONFIG_MAPPING[kind]()
     parts = {name: getattr(usual, name, None) or make() for name, make in usual.sub_configs.items()}
     inner = usual.get_text_config(decoder=True)
-    reply = {}
+    tensors_of_text = {}
     for name, part in parts.items():
         tower = {**TOWER, **OWN_TOWER.get(kind, {})}
         sizes = {**TEXT, **OWN_TEXT.get(kind, {}), **changes} if part is inner else tower
         if part is inner and f"{kind}_text" in CONFIG_MAPPING:  # older transformers take a Llama for Granite's
             part = CONFIG_MAPPING[f"{kind}_text"]()
-        reply[name] = {"model_type": part.model_type, **_known(sizes, part.to_dict())}
-    if not {*reply["text_config"].get("layer_types", ())} <= {*ALLOWED_LAYER_TYPES}:
+        tensors_of_text[name] = {"model_type": part.model_type, **_known(sizes, part.to_dict())}
+    if not {*tensors_of_text["text_config"].get("layer_types", ())} <= {*ALLOWED_LAYER_TYPES}:
         pytest.skip(f"this transformers has no {kind} with layers that choose by an index")
-    outer = _known({"tie_word_embeddings": reply["text_config"].get("tie_word_embeddings", False)}, usual.to_dict())
+    outer = _known(
+        {"tie_word_embeddings": tensors_of_text["text_config"].get("tie_word_embeddings", False)}, usual.to_dict()
+    )
     outer |= OUTSIDE.get(kind, {})
     tokens = {key: VOCAB_SIZE - 1 for key in usual.to_dict() if key.endswith(("_token_id", "_token_index"))}
-    return CONFIG_MAPPING[kind](**reply, **outer, **tokens)
+    return CONFIG_MAPPING[kind](**tensors_of_text, **outer, **tokens)
 
 
 def _known(sizes: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

@@ -308,8 +308,8 @@ FALSE: dict[str, tuple[dict[str, Any], str]] = {
     ("config", "key"), [*((settings, None) for settings in REAL.values()), *FALSE.values()], ids=[*REAL, *FALSE]
 )
 def test_counts_that_models_have_are_let_through_and_others_refused(config: dict[str, Any], key: str | None) -> None:
-    message = rf"model: {key} in config\.json must be at most"
-    with nullcontext() if key is None else pytest.raises(UserError, match=message):
+    line = rf"model: {key} in config\.json must be at most"
+    with nullcontext() if key is None else pytest.raises(UserError, match=line):
         check_counts("model", config)
 
 

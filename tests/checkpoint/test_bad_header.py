@@ -164,9 +164,9 @@ SCALARS = [
 def test_a_scalar_where_models_have_matrices_does_not_surprise(
     name: str, changes: dict[str, object], broken_file: Path
 ) -> None:
-    result = open_checkpoint(broken_file)
+    checkpoint = open_checkpoint(broken_file)
     entries = {f"model.layers.0.{name}": TensorEntry(0, "F32", (), 0, 4)}
-    odd = replace(result, config={**result.config, **changes}, tensors={**result.tensors, **entries})
+    odd = replace(checkpoint, config={**checkpoint.config, **changes}, tensors={**checkpoint.tensors, **entries})
     assert model_shape(odd).experts is None
 
 

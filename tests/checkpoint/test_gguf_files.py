@@ -104,9 +104,9 @@ def test_bad_header_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "BF16"])
 def test_headers_are_read_as_gguf_reads_them(kind: str, tmp_path: Path) -> None:
     written = write_gguf(MODELS["gemma3"](), tmp_path / "m.gguf", kind)
-    result, wanted = read_gguf_header(written.path), gguf.GGUFReader(written.path)
-    reply = {name: (e.dtype, e.shape, e.lo, e.num_bytes) for name, e in result.tensors.items()}
-    assert reply == {
+    header, wanted = read_gguf_header(written.path), gguf.GGUFReader(written.path)
+    got = {name: (e.dtype, e.shape, e.lo, e.num_bytes) for name, e in header.tensors.items()}
+    assert got == {
         tensor.name: (
             tensor.tensor_type.name,
             tuple(reversed(tensor.shape.tolist())),
@@ -117,7 +117,7 @@ def test_headers_are_read_as_gguf_reads_them(kind: str, tmp_path: Path) -> None:
     }
     fields = wanted.fields.items()
     values: dict[str, Any] = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
-    assert result.metadata == values
+    assert header.metadata == values
 
 
 def test_random_damage_never_surprises(tmp_path: Path) -> None:
@@ -128,40 +128,40 @@ def test_random_damage_never_surprises(tmp_path: Path) -> None:
     for _ in range(300):
         path.write_bytes(damaged(whole[:first], rng) + whole[first:])
         try:
-            result = read_gguf_header(path)
+            header = read_gguf_header(path)
         except UserError:
             num_refused += 1
         else:
             size = path.stat().st_size
-            assert all(0 < entry.lo < entry.hi <= size for entry in result.tensors.values())
+            assert all(0 < entry.lo < entry.hi <= size for entry in header.tensors.values())
     assert num_refused > 100
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_names_and_config_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     config = MODELS[name]()
-    result = open_headers(write_gguf(config, tmp_path / "m.gguf", "Q4_0").path)
+    checkpoint = open_headers(write_gguf(config, tmp_path / "m.gguf", "Q4_0").path)
     model = build(config)
-    reply = {
+    shapes = {
         key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if key not in model.all_tied_weights_keys
     }
-    assert {key: entry.shape for key, entry in result.tensors.items()} == reply
-    message, wanted = (c.to_dict() for c in (build_meta_model(result, torch.float32).config, build(config).config))
-    assert not {key for key in wanted if message[key] != wanted[key]} - {"dtype", "architectures", "return_dict"}
+    assert {key: entry.shape for key, entry in checkpoint.tensors.items()} == shapes
+    got, wanted = (c.to_dict() for c in (build_meta_model(checkpoint, torch.float32).config, build(config).config))
+    assert not {key for key in wanted if got[key] != wanted[key]} - {"dtype", "architectures", "return_dict"}
 
 
 def test_every_name_of_gguf_is_known() -> None:
     """All that its own table has for these architectures, but for what only other models have; all are tried here."""
     assert set(ARCH.values()) == set(ARCHITECTURES)
-    for arch, value in ARCHITECTURES.items():
+    for arch, architecture in ARCHITECTURES.items():
         keys = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]  # none where it is newer
         names = {gguf.TENSOR_NAMES[tensor] for key in keys for tensor in gguf.MODEL_TENSORS[key]}
-        known = {f"blk.{{bid}}.{part}" for part in (*value.parts, *value.experts, *value.woven)}
-        known |= {f"blk.{{bid}}.{name.rpartition('.')[0] or name}" for name in value.others}
-        known |= {part.removesuffix(".weight") for part in (*_OUTER, *value.outer, *value.ignored)}
+        known = {f"blk.{{bid}}.{part}" for part in (*architecture.parts, *architecture.experts, *architecture.woven)}
+        known |= {f"blk.{{bid}}.{name.rpartition('.')[0] or name}" for name in architecture.others}
+        known |= {part.removesuffix(".weight") for part in (*_OUTER, *architecture.outer, *architecture.ignored)}
         if arch == "deepseek2":  # heads of one matrix
             known |= {"blk.{bid}.attn_k_b", "blk.{bid}.attn_v_b"}
-        others = {text for text in names if "nextn" in text or text.endswith(("rope_freqs", "rot_embd"))}
+        others = {name for name in names if "nextn" in name or name.endswith(("rope_freqs", "rot_embd"))}
         assert not names - others - known, arch
 
 
@@ -170,7 +170,7 @@ def test_heads_ends_and_scaling_come_from_the_file(tmp_path: Path) -> None:
     for name, wanted in (("mistral", {"q": 4, "k": 2}), ("qwen3", {"q": None, "k": None})):
         tensors = open_gguf(write_gguf(MODELS[name](), tmp_path / f"{name}.gguf").path).tensors
         coded = {part: tensors[f"model.layers.0.self_attn.{part}_proj.weight"].coded for part in "qk"}
-        assert {part: value and value.coding.num_heads for part, value in coded.items()} == wanted
+        assert {part: held and held.coding.num_heads for part, held in coded.items()} == wanted
     # Ends of texts, of turns and of messages.
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
     path = write_gguf(MODELS["llama"](), tmp_path / "m.gguf", says=ends).path
@@ -300,11 +300,13 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
     assert first.name.startswith("m-00001-of-0000")
     whole = open_headers(write_gguf(MODELS["qwen3"](), tmp_path / "whole.gguf").path)
     for model in (first, max(tmp_path.glob("m-*"))):
-        result = open_headers(model)
-        assert len(result.shards) == len(result.stamps) > 2
-        assert {name: e.shape for name, e in result.tensors.items()} == {n: e.shape for n, e in whole.tensors.items()}
+        checkpoint = open_headers(model)
+        assert len(checkpoint.shards) == len(checkpoint.stamps) > 2
+        assert {name: e.shape for name, e in checkpoint.tensors.items()} == {
+            n: e.shape for n, e in whole.tensors.items()
+        }
     (tmp_path / "whole.gguf").unlink()
-    assert open_headers(tmp_path).shards == result.shards
+    assert open_headers(tmp_path).shards == checkpoint.shards
 
 
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:

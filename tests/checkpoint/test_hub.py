@@ -153,9 +153,9 @@ def test_a_download_tells_how_far_it_is(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = hub.get_safetensors_metadata("org/model")
-    result.files_metadata[result.weight_map["model.norm.weight"]].tensors["model.norm.weight"].shape = [7]
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: result)
+    metadata = hub.get_safetensors_metadata("org/model")
+    metadata.files_metadata[metadata.weight_map["model.norm.weight"]].tensors["model.norm.weight"].shape = [7]
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: metadata)
     with pytest.raises(UserError, match=r"model.norm.weight of shape \[7\]"):
         headers.open_headers("org/model")
 
@@ -197,20 +197,20 @@ def test_what_was_downloaded_is_found_without_a_network(
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_forbidden)
-    result = headers.open_headers("org/model")
-    assert result.directory == cached and result.is_here
-    (loaded,) = headers.fetch(["org/model"], [result], lambda phase: None)
+    checkpoint = headers.open_headers("org/model")
+    assert checkpoint.directory == cached and checkpoint.is_here
+    (loaded,) = headers.fetch(["org/model"], [checkpoint], lambda phase: None)
     assert loaded.directory == cached
-    assert result.name == "org/model", "and no hash of a commit"
+    assert checkpoint.name == "org/model", "and no hash of a commit"
     whole = open_whole("org/model")
-    assert whole.path == cached and len(whole.files) == len(result.shards) and not whole.damage
+    assert whole.path == cached and len(whole.files) == len(checkpoint.shards) and not whole.damage
 
 
 def test_a_commit_that_is_here_stays_though_the_hub_has_a_newer_one(
     cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was planned and compared is what is loaded; its small files come from its own commit."""
-    result = headers.open_headers("org/model")
+    checkpoint = headers.open_headers("org/model")
     newer = shutil.copytree(cached, cached.with_name("f" * 40))
     asked = list[str | None]()
 
@@ -219,8 +219,8 @@ def test_a_commit_that_is_here_stays_though_the_hub_has_a_newer_one(
         return str(cached if revision == COMMIT else newer)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    (loaded,) = headers.fetch(["org/model"], [result], lambda phase: None)
-    assert loaded is result and set(asked) == {COMMIT}
+    (loaded,) = headers.fetch(["org/model"], [checkpoint], lambda phase: None)
+    assert loaded is checkpoint and set(asked) == {COMMIT}
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -228,7 +228,7 @@ def test_of_what_is_here_whole_the_hub_is_asked_nothing(
     is_whole: bool, cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of reach, it would be waited for."""
-    result = headers.open_headers("org/model")
+    checkpoint = headers.open_headers("org/model")
     asked = list[bool]()
     if is_whole:
         (cached / "tokenizer.json").write_text("{}")
@@ -238,7 +238,7 @@ def test_of_what_is_here_whole_the_hub_is_asked_nothing(
         return str(cached)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-    headers.fetch(["org/model"], [result], lambda phase: None)
+    headers.fetch(["org/model"], [checkpoint], lambda phase: None)
     assert any(asked) is not is_whole
 
 
@@ -247,8 +247,8 @@ def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypa
     open_checkpoint(cached).shards[0].unlink()
     with pytest.raises(UserError, match="the hub is out of reach"):
         headers.open_headers("org/model")
-    (result,) = open_whole("org/model").damage
-    assert result.fault == "is missing"
+    (damage,) = open_whole("org/model").damage
+    assert damage.fault == "is missing"
 
 
 def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,9 +332,9 @@ def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(
 def test_names_of_an_index_are_checked_before_anything_is_fetched(
     name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = hub.get_safetensors_metadata("org/model")
-    result.files_metadata[name] = SimpleNamespace(tensors={})
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: result)
+    metadata = hub.get_safetensors_metadata("org/model")
+    metadata.files_metadata[name] = SimpleNamespace(tensors={})
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: metadata)
     with pytest.raises(UserError, match="the index names"):
         headers.open_headers("org/model")
     (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
@@ -354,9 +354,9 @@ def test_what_is_not_here_is_said_to_be_downloaded_but_for_one_small_file(
     assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
     assert hub.asked == ["generation_config.json"]
     monkeypatch.setattr(headers, "open_checkpoint", lambda model, on_bytes=None: open_checkpoint(hub.folder))
-    message, models = list[str](), [hub.folder, "org/model"]
-    headers.fetch(models, list(map(headers.open_headers, models)), message.append)
-    assert message == ["downloading org/model"]
+    said, models = list[str](), [hub.folder, "org/model"]
+    headers.fetch(models, list(map(headers.open_headers, models)), said.append)
+    assert said == ["downloading org/model"]
 
 
 OFFLINE = """

@@ -146,26 +146,26 @@ def test_a_copy_is_the_same_once_all_is_read_and_the_next_time_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = copy_of(folder)
-    message, mine = summed(folder), identity(other)
-    assert same_model(message, mine) == "nothing proves that the weights are the same"
+    theirs, mine = summed(folder), identity(other)
+    assert same_model(theirs, mine) == "nothing proves that the weights are the same"
     assert same_model(identity(folder), identity(folder)) == "", "these files are untouched"
     identities = Identities(ModelFiles(open_checkpoint(other), None))
-    assert identities.difference(message) == "" and identities.target.has_sum
+    assert identities.difference(theirs) == "" and identities.target.has_sum
     monkeypatch.setattr(summing, "read_left", None)
-    assert identity(other).has_sum and Identities(ModelFiles(open_checkpoint(other), None)).difference(message) == ""
+    assert identity(other).has_sum and Identities(ModelFiles(open_checkpoint(other), None)).difference(theirs) == ""
     path = other / "model.safetensors"
     path.touch()
     assert not identity(other).has_sum, "what is kept is of the files as they were"
 
 
 def test_what_was_never_summed_is_no_copy(folder: Path) -> None:
-    message = identity(folder)
+    saved = identity(folder)
     mine = Identities(ModelFiles(open_checkpoint(copy_of(folder)), None))
-    assert mine.difference(message) == "nothing proves that the weights are the same"
+    assert mine.difference(saved) == "nothing proves that the weights are the same"
 
 
 @pytest.mark.parametrize(
-    ("words", "mine", "is_same"),
+    ("saved", "mine", "is_same"),
     [
         ({"files": "a"}, {"files": "a"}, True),
         ({"files": "a"}, {"files": "b"}, None),
@@ -178,8 +178,8 @@ def test_what_was_never_summed_is_no_copy(folder: Path) -> None:
         ({"files": "a", "sum": "1"}, {"files": "b", "xxh3": "2"}, None),
     ],
 )
-def test_proofs_agree_contradict_or_say_nothing(words: Any, mine: Any, is_same: bool | None) -> None:
-    assert proved(words, mine) is is_same is proved(mine, words)
+def test_proofs_agree_contradict_or_say_nothing(saved: Any, mine: Any, is_same: bool | None) -> None:
+    assert proved(saved, mine) is is_same is proved(mine, saved)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -193,9 +193,9 @@ def test_a_file_that_has_gone_or_changed_is_one_line(name: str, folder: Path) ->
         identity_of(checkpoint)
 
 
-@pytest.mark.parametrize("words", [None, 5, [], {}, {"weights": "a"}, {"proofs": {}}, {**dict.fromkeys(PARTS, "a")}])
-def test_what_is_no_identity_is_none(words: Any) -> None:
-    assert ModelIdentity.parse(words) is None
+@pytest.mark.parametrize("saved", [None, 5, [], {}, {"weights": "a"}, {"proofs": {}}, {**dict.fromkeys(PARTS, "a")}])
+def test_what_is_no_identity_is_none(saved: Any) -> None:
+    assert ModelIdentity.parse(saved) is None
     assert ModelIdentity.parse({**dict.fromkeys(PARTS, "a"), "proofs": {"xxh3": 5}}) is None
     good = ModelIdentity(dict.fromkeys(PARTS, "a"), {"xxh3": "b"})
     assert ModelIdentity.parse(json.loads(json.dumps(good.as_dict()))) == good
@@ -337,13 +337,13 @@ def test_no_structure_of_an_edit_hides_it(edited: tuple[Checkpoint, Iterator[np.
     assert len(set(sums)) == 21 and None not in sums
 
 
-def _doors(words: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint], object]]:
+def _doors(saved: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint], object]]:
     """Return what goes on with another run's results, session, weights or profile, or raises `UserError`."""
     machine = Machine(cpu="a", num_cores=1, torch="2", dtype="float32", device="cpu")
 
     def results(checkpoint: Checkpoint) -> None:
         kept = ResultsFile("o.jsonl", print)
-        parsed = ModelIdentity.parse(json.loads(json.dumps(words.as_dict())))
+        parsed = ModelIdentity.parse(json.loads(json.dumps(saved.as_dict())))
         assert parsed is not None
         kept.models = {1: parsed}
         kept.require(Identities(ModelFiles(checkpoint, None)).difference)
@@ -354,9 +354,9 @@ def _doors(words: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoin
 
     def ranks(checkpoint: Checkpoint) -> None:
         mine = identity_of(checkpoint)
-        require_same_weights([words.proofs, mine.proofs], is_final=False)
-        if not proved(words.proofs, mine.proofs):
-            require_same_weights([words.proofs, with_sum(checkpoint, mine).proofs], is_final=True)
+        require_same_weights([saved.proofs, mine.proofs], is_final=False)
+        if not proved(saved.proofs, mine.proofs):
+            require_same_weights([saved.proofs, with_sum(checkpoint, mine).proofs], is_final=True)
 
     def profile(checkpoint: Checkpoint) -> None:
         greedy = Sampling()
@@ -364,7 +364,7 @@ def _doors(words: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoin
             ProfileIdentity.from_models(checkpoint, checkpoint, greedy, "match", machine),
             proofs=dict.fromkeys(("target", "draft"), with_sum(checkpoint, identity_of(checkpoint)).proofs),
         )
-        made = replace(mine, target=words.digest, draft=words.digest, proofs=dict.fromkeys(mine.proofs, words.proofs))
+        made = replace(mine, target=saved.digest, draft=saved.digest, proofs=dict.fromkeys(mine.proofs, saved.proofs))
         require_same_run(SimpleNamespace(identity=made), mine, Path("p.json"))  # type: ignore[arg-type]
 
     return {"results": results, "session": gone_on_with, "ranks": ranks, "profile": profile}
@@ -376,11 +376,11 @@ def test_no_edit_passes_a_door(edited: tuple[Checkpoint, Iterator[np.ndarray]], 
     checkpoint, others = edited
     (path,), folder = checkpoint.shards, checkpoint.directory
     before = path.stat()
-    message = with_sum(checkpoint, identity_of(checkpoint))
-    notes = {"target": json.dumps(message.as_dict()), "target_dtype": "float32", "draft": "", "draft_dtype": ""}
+    saved = with_sum(checkpoint, identity_of(checkpoint))
+    notes = {"target": json.dumps(saved.as_dict()), "target_dtype": "float32", "draft": "", "draft_dtype": ""}
     notes |= {"format": session._FORMAT, "messages": "null", "num_turns": "0"}
     session.write_tensors(tmp_path / "kept", notes, {"tokens": torch.arange(4)})
-    doors = _doors(message, tmp_path / "kept")
+    doors = _doors(saved, tmp_path / "kept")
     for open_door in doors.values():
         open_door(open_headers(folder))
     accepted = []

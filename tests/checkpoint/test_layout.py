@@ -158,8 +158,8 @@ def test_layers_are_told_by_name_and_numbers_that_are_none_leave_nothing_out(tmp
     for number in ("4", None, -1, 0, True, 1.5):
         assert not text_part("here", {"num_hidden_layers": number}, {"model.layers.7.x": ENTRY}).left_out, number
     plain = mixture()
-    extra = replace(plain, tensors={**plain.tensors, ENDLESS: ENTRY, ENDLESS.replace("9", "1", 1): ENTRY})
-    assert model_shape(extra).experts == model_shape(plain).experts
+    longer = replace(plain, tensors={**plain.tensors, ENDLESS: ENTRY, ENDLESS.replace("9", "1", 1): ENTRY})
+    assert model_shape(longer).experts == model_shape(plain).experts
 
 
 ENTRY = TensorEntry(0, "F32", (4,), 0, 16)
@@ -169,13 +169,13 @@ def of_its_own(target: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """As each family has them: a whole layer, the last one once more and NaN, and what joins it with the model."""
     prefix = {name: tensor for name, tensor in tensors.items() if ".layers.3." in f".{name}"}
     copies = {
-        name.replace("model.layers.3.", target): torch.full_like(value, torch.nan) for name, value in prefix.items()
+        name.replace("model.layers.3.", target): torch.full_like(tensor, torch.nan) for name, tensor in prefix.items()
     }
     wide = torch.ones(VOCAB_SIZE, 64)
     extra = {"eh_proj": torch.full((64, 128), torch.nan), "enorm": torch.ones(64), "embed_tokens": wide}
     return {
         **copies,
-        **{f"{target}{name}.weight": value for name, value in extra.items()},
+        **{f"{target}{name}.weight": tensor for name, tensor in extra.items()},
         f"{target}shared_head.head.weight": wide.clone(),
     }
 

@@ -23,7 +23,7 @@ def saved(family: str, folder: Path) -> Path:
     """Write a tiny model in one file."""
     save(build(FAMILIES[family]()), folder)
     shards = [*folder.glob("*.safetensors*")]
-    weights = {name: value for path in shards if path.suffix != ".json" for name, value in load_file(path).items()}
+    weights = {name: tensor for path in shards if path.suffix != ".json" for name, tensor in load_file(path).items()}
     for path in shards:
         path.unlink()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -83,11 +83,11 @@ REMARKS: dict[str, tuple[list[TensorMaximum], bool, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("tops", "has_zeros", "words"), REMARKS.values(), ids=REMARKS)
+@pytest.mark.parametrize(("tops", "has_zeros", "lines"), REMARKS.values(), ids=REMARKS)
 def test_what_is_odd_is_told_in_a_line_for_each_kind(
-    tops: list[TensorMaximum], has_zeros: bool, words: list[str]
+    tops: list[TensorMaximum], has_zeros: bool, lines: list[str]
 ) -> None:
-    assert remarks(tops, has_zeros=has_zeros) == words
+    assert remarks(tops, has_zeros=has_zeros) == lines
 
 
 FAR = 91_639 * 4

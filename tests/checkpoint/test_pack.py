@@ -78,20 +78,20 @@ def packed(model: Path, tmp_path: Path) -> Path:
 
 def sums(folder: Path) -> dict[str, str]:
     files = filter(Path.is_file, folder.rglob("*"))
-    mapping = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    return {name: value for name, value in mapping.items() if name not in (".hidden", "consolidated.pth")}
+    sum_of = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {name: digest for name, digest in sum_of.items() if name not in (".hidden", "consolidated.pth")}
 
 
 def test_what_is_unpacked_has_the_same_sha256(model: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    result = pack(model, tmp_path / "packed", progress=lambda *how_far: seen.append(how_far))
-    assert result.num_files > len(list(model.glob("*.safetensors"))) > 1 and result.num_kept == 0
+    report = pack(model, tmp_path / "packed", progress=lambda *how_far: seen.append(how_far))
+    assert report.num_files > len(list(model.glob("*.safetensors"))) > 1 and report.num_kept == 0
     before, after = (open_checkpoint(folder).num_bytes for folder in (model, tmp_path / "packed"))
     assert after < 0.8 * before, "but for headers"
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
     assert unpack(tmp_path / "packed", tmp_path / "back") == tmp_path / "back"
     assert sums(tmp_path / "back") == sums(model)
-    assert verify(tmp_path / "packed", progress=silent) == result
+    assert verify(tmp_path / "packed", progress=silent) == report
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -113,11 +113,11 @@ def test_anything_that_a_file_may_hold_comes_back(dtype: torch.dtype, tmp_path: 
     }  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": 'ü "quoted"'})
     pack(folder, tmp_path / "packed")
-    mapping = open_checkpoint(tmp_path / "packed").tensors
-    assert mapping.keys() == tensors.keys()
-    coded = {name for name, entry in mapping.items() if entry.coded is not None}
+    entries = open_checkpoint(tmp_path / "packed").tensors
+    assert entries.keys() == tensors.keys()
+    coded = {name for name, entry in entries.items() if entry.coded is not None}
     assert coded == {"model.layers.0.a.weight", "model.layers.0.experts.c", "h"}
-    assert all(mapping[name].shape == tuple(tensors[name].shape) for name in coded)
+    assert all(entries[name].shape == tuple(tensors[name].shape) for name in coded)
     unpack(tmp_path / "packed", tmp_path / "back")
     assert sums(tmp_path / "back") == sums(folder)
 
@@ -129,8 +129,8 @@ def test_of_two_tensors_with_one_name_the_index_tells_which_is_meant(model: Path
     last = model / max(placed.values())
     save_file({**load_file(last), name: load_file(model / placed[name])[name] + 1}, last)
     pack(model, tmp_path / "packed")
-    result = json.loads((tmp_path / "packed" / index.name).read_text())["weight_map"]
-    files = {result[stored] for stored in result if stored.startswith(name)}
+    file_of = json.loads((tmp_path / "packed" / index.name).read_text())["weight_map"]
+    files = {file_of[stored] for stored in file_of if stored.startswith(name)}
     assert {read_packed(tmp_path / "packed" / file).origin.file for file in files} == {placed[name]}
     assert open_checkpoint(tmp_path / "packed").tensors.keys() == open_checkpoint(model).tensors.keys()
 
@@ -162,12 +162,12 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         pack(model, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
-    result = pack(model, tmp_path / "packed")
-    kept = result.num_kept
+    report = pack(model, tmp_path / "packed")
+    kept = report.num_kept
     # two are under way at once; the one that was not stopped is whole
     assert 1 <= kept <= 2 and len({*written[3:]}) == whole.num_files - kept
     assert sums(tmp_path / "packed") == sums(tmp_path / "whole")
-    assert pack(model, tmp_path / "packed") == result._replace(num_kept=result.num_files, was_there=True)
+    assert pack(model, tmp_path / "packed") == report._replace(num_kept=report.num_files, was_there=True)
     assert len(written) == 3 + whole.num_files - kept, "what is whole is not written again"
 
 
@@ -199,19 +199,19 @@ def wrong_coders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(packed_writing, "encode_exponents", wrong)
 
 
-@pytest.mark.parametrize(("plant", "words"), [
+@pytest.mark.parametrize(("plant", "refusal"), [
     (lambda patch: patch.setattr("offload.packing.format.os.fsync", interrupt), pytest.raises(KeyboardInterrupt)),
     (wrong_coders, pytest.raises(UserError, match="does not decode to what was packed")),
 ], ids=["dies", "codes wrongly"])  # fmt: skip
 def test_what_ends_within_a_file_leaves_none(
     plant: Callable[[pytest.MonkeyPatch], None],
-    words: Any,
+    refusal: Any,
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
-    with words:
+    with refusal:
         pack(model, tmp_path / "packed")
     assert [path.name for path in (tmp_path / "packed.unfinished").iterdir()] == ["offload_pack.json"]
 
@@ -220,12 +220,12 @@ def test_a_source_that_changed_in_between_is_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = sorted(model.glob("*.safetensors"))[1]
-    message = rf"another {shard.name}, which changed since: remove"
+    line = rf"another {shard.name}, which changed since: remove"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "write_packed", interrupt)
         pack(model, tmp_path / "packed")
     damage(shard, -1)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=line):
         pack(model, tmp_path / "packed")
     shutil.rmtree(tmp_path / "packed.unfinished")
     pack(model, tmp_path / "packed")
@@ -233,7 +233,7 @@ def test_a_source_that_changed_in_between_is_noticed(
     before = shard.stat()
     flip(shard, -1)
     assert shard.stat().st_mtime_ns == before.st_mtime_ns
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=line):
         pack(model, tmp_path / "packed")
 
 
@@ -280,13 +280,13 @@ def test_a_config_that_changes_meanwhile_is_noticed(
         return cut_after
 
     config, packed, back = (model / "config.json").read_bytes(), tmp_path / "packed", tmp_path / "back"
-    message = "config.json changed while it was to be copied"
-    with monkeypatch.context() as patch, pytest.raises(ReadError, match=message):
+    line = "config.json changed while it was to be copied"
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=line):
         patch.setattr(module, "write_packed", cutting(model, module.write_packed))
         pack(model, packed)
     (model / "config.json").write_bytes(config)
     pack(model, packed)
-    with monkeypatch.context() as patch, pytest.raises(ReadError, match=message):
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=line):
         patch.setattr(module, "write_original", cutting(packed, module.write_original))
         unpack(packed, back)
     assert not back.exists()
@@ -334,7 +334,7 @@ def test_a_matrix_beside_its_copy_comes_back_whatever_it_holds(tmp_path: Path) -
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.randn(100, 50).bfloat16()
     save_file(tensors, path)
     done = pack(folder, tmp_path / "beside", beside="int4")
-    coded = {key: value.coded.coding for key, value in open_checkpoint(done.folder).tensors.items() if value.coded}
+    coded = {key: entry.coded.coding for key, entry in open_checkpoint(done.folder).tensors.items() if entry.coded}
     assert isinstance(coded[name.format(0)], residuals.Residual) and isinstance(
         coded[name.format(1)], residuals.Residual
     )

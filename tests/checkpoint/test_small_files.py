@@ -81,8 +81,8 @@ def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, brok
     path.parent.mkdir(exist_ok=True)
     with open(path, "ab") as file:
         file.truncate(1 << 36)
-    message = rf"{path.name} has 65536 MiB, no such file has more than 256: download .* again"
-    with pytest.raises(UserError, match=message):
+    line = rf"{path.name} has 65536 MiB, no such file has more than 256: download .* again"
+    with pytest.raises(UserError, match=line):
         load_tokenizer(broken_file)
 
 
@@ -144,8 +144,8 @@ def test_results_go_into_files_alone(place: str, sound_file: Path, tmp_path: Pat
 
 
 def test_one_at_a_time_and_two_that_replace_one_file_share_nothing(tmp_path: Path) -> None:
-    message = pytest.raises(UserError, match=r"another process is writing to .*: wait for it")
-    with locked(tmp_path), message, locked(tmp_path):
+    refusal = pytest.raises(UserError, match=r"another process is writing to .*: wait for it")
+    with locked(tmp_path), refusal, locked(tmp_path):
         raise AssertionError("it is locked")
     with locked(tmp_path):
         assert tmp_path.is_dir()
@@ -168,7 +168,7 @@ def test_a_folder_that_another_finishes_meanwhile_is_not_ours(tmp_path: Path) ->
         (folder / "of a third").touch()
         flock(descriptor, flags)
 
-    message = pytest.raises(UserError, match="another process")
-    with patch.object(fcntl, "flock", finish_first), message, locked_anew(folder):
+    refusal = pytest.raises(UserError, match="another process")
+    with patch.object(fcntl, "flock", finish_first), refusal, locked_anew(folder):
         raise AssertionError("what lies there is a third one's")
     assert (folder / "of a third").exists() and (tmp_path / "finished").is_dir()

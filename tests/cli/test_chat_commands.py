@@ -254,9 +254,9 @@ def test_a_text_is_kept_and_gone_on_with(ender: Path, tmp_path: Path) -> None:
     path = tmp_path / "text"
     first = generate(ender, "-p", "Say:", "-n", 4, "--session", path)
     second = generate(ender, "-n", 1, "--session", path)
-    reply = json.loads(generate(ender, "--session", path, "--json").out)
-    assert first.out[:-1] + second.out[:-1] + reply["text"] == SAID, "the newline is the shell's"
-    assert reply["num_kept_tokens"] == reply["num_prompt_tokens"] - 1 == len("Say:") + 4
+    result = json.loads(generate(ender, "--session", path, "--json").out)
+    assert first.out[:-1] + second.out[:-1] + result["text"] == SAID, "the newline is the shell's"
+    assert result["num_kept_tokens"] == result["num_prompt_tokens"] - 1 == len("Say:") + 4
     assert_refused(generate(ender, "--session", path), "has come to its end: give a prompt")
     again = json.loads(generate(ender, "-p", "Say:Say:", "--session", path, "--json").out)
     assert again["text"] == SAID and again["num_kept_tokens"] == len("Say:"), "a prompt cache"

@@ -32,8 +32,8 @@ def lines(passed: StepMetrics) -> list[str]:
 
 @pytest.mark.parametrize("accepted", [[0], [0, 1], [0, 2, 7], [0, 1, 6]])
 def test_every_guess_is_drawn_or_counted(accepted: list[int]) -> None:
-    message = lines(a_pass(PARENTS, accepted))
-    body = "\n".join(message[2:])
+    drawn = lines(a_pass(PARENTS, accepted))
+    body = "\n".join(drawn[2:])
     num_drawn = len(re.findall(r"├─ (?!\d+ more)|└\*", body))
     num_counted = sum(int(number) for number in re.findall(r"(\d+) (?:more|behind it)", body))
     assert num_drawn + num_counted == len(PARENTS) - 1

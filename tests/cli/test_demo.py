@@ -92,8 +92,8 @@ def test_demo_of_a_small_size_finds_its_own_budget() -> None:
     assert proof.endswith(": all 6 tokens compared") and said[-2].lstrip().startswith("offload plan -m MODEL")
     pair = said[-1].split(" -m ")[1].split(" -d ")
     assert all((Path(folder) / "config.json").is_file() for folder in pair), "which other commands take"
-    messages = [line for line in said if line.startswith("---")]
-    assert [line.split(",")[0] for line in messages] == ["--- the prompt", "--- without guesses", "--- with guesses"]
+    headings = [line for line in said if line.startswith("---")]
+    assert [line.split(",")[0] for line in headings] == ["--- the prompt", "--- without guesses", "--- with guesses"]
 
 
 def test_demo_is_refused_before_a_target_is_made(tmp_path: Path) -> None:
@@ -163,12 +163,12 @@ def test_what_is_made_is_told_with_its_place_and_made_by_one(
     making = pytest.raises(UserError, match="making the packaged model just now: try again")
     with locked_anew(tmp_path / "offload" / ".demo-40MB.inflating"), making:
         inflated_target(40_000_000, lambda *_: None)
-    messages = []
+    said = []
     for _ in range(2):
         with Console(OutputOptions()) as console, making_target(console) as landed:
             inflated_target(40_000_000, landed)
-        messages.append(capsys.readouterr().err)
-    assert f"which stay in {tmp_path}/offload" in messages[0] and messages[1] == ""
+        said.append(capsys.readouterr().err)
+    assert f"which stay in {tmp_path}/offload" in said[0] and said[1] == ""
     for command in ("chat", "serve"):
         assert_refused(shell(command, "--demo", "-m", "big"), "--demo brings its own models", "leave out --model")
         assert_refused(shell(command), "--model says what is to run", "or --demo for the packaged one")

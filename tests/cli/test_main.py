@@ -181,9 +181,9 @@ def test_models_are_listed_and_what_does_not_run_is_told(tmp_path: Path, monkeyp
     (tmp_path / "hub" / "datasets--org--text" / "snapshots").mkdir(parents=True)
     half, whole = shell("list").out.splitlines()
     assert half.startswith("org/half   does not run: ") and whole.startswith("org/whole") and "billion param" in whole
-    reply = {load["name"]: load for load in json.loads(shell("list", "--json").out)}
-    assert reply["org/half"]["num_bytes"] is None and reply["org/half"]["refusal"]
-    assert reply["org/whole"]["num_bytes"] > 1000 and reply["org/whole"]["refusal"] is None
+    listed = {load["name"]: load for load in json.loads(shell("list", "--json").out)}
+    assert listed["org/half"]["num_bytes"] is None and listed["org/half"]["refusal"]
+    assert listed["org/whole"]["num_bytes"] > 1000 and listed["org/whole"]["refusal"] is None
 
 
 def cached(folder: Path, name: str) -> Path:
@@ -212,8 +212,8 @@ def explained(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", LONG)
 def test_help_explains_what_matters_first_and_names_the_others(name: str) -> None:
-    message, whole = shell(*name.split(), "--help").out, shell(*name.split(), "--help-all").out
-    first, _, rest = message.partition(f"More, which offload {name} --help-all explains:")
+    short, whole = shell(*name.split(), "--help").out, shell(*name.split(), "--help-all").out
+    first, _, rest = short.partition(f"More, which offload {name} --help-all explains:")
     main = explained(first) & {*options(name)}
     assert 5 <= len(main) <= 8 and "--model" in main, main
     named = set(re.findall(r"--[\w-]+", rest.partition("Examples:")[0]))
@@ -237,8 +237,8 @@ def test_all_options_stand_in_their_groups() -> None:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_a_command_with_few_options_shows_them_all(name: str) -> None:
-    message = shell(*name.split(), "--help").out
-    assert explained(message) >= {*options(name)} and "--help-all" not in message
+    text = shell(*name.split(), "--help").out
+    assert explained(text) >= {*options(name)} and "--help-all" not in text
     assert shell(*name.split(), "--help-all").code == 2
 
 

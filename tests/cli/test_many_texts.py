@@ -75,9 +75,9 @@ def test_messages_are_put_into_the_template(talker: Path, prompts: Write) -> Non
 
 
 def test_lines_have_what_flags_have(talker: Path, ender: Path, prompts: Write) -> None:
-    message, chat = "Be brief.", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    system, chat = "Be brief.", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     asked, spoken = objects(
-        generate(talker, "-f", prompts({"prompt": "Hi"}, {"messages": chat}), "--system", message).out
+        generate(talker, "-f", prompts({"prompt": "Hi"}, {"messages": chat}), "--system", system).out
     )
     assert asked["tokens"] == spoken["tokens"], "the system prompt stands before prompts"
     file = prompts({"prompt": PROMPT, "logprobs": 2, "max_tokens": 1}, {"prompt": PROMPT, "logit_bias": {"0": -50.0}})

@@ -33,10 +33,10 @@ def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
     last = outcome.err.splitlines()[-1]
     assert last.startswith(f"{packed}: ") and last.endswith("files; read back and decoded, the same bits")
     assert shell("pack", "-m", bf16, "--out", packed).err.splitlines()[-1].endswith("already: --verify reads it")
-    reply = json.loads(shell("pack", "-m", bf16, "--out", packed, "--json").out)
-    assert reply["was_there"] and "is_sound" not in reply, "nothing was looked at"
-    reply = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)
-    assert reply["is_sound"] and reply["packed_bytes"] < reply["source_bytes"] and 0 < reply["share"] < 1
+    result = json.loads(shell("pack", "-m", bf16, "--out", packed, "--json").out)
+    assert result["was_there"] and "is_sound" not in result, "nothing was looked at"
+    result = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)
+    assert result["is_sound"] and result["packed_bytes"] < result["source_bytes"] and 0 < result["share"] < 1
     texts = [
         shell("generate", "-m", folder, "-p", "a", "-n", "8", "--ram", "1GiB", "-q").out for folder in (bf16, packed)
     ]
@@ -81,12 +81,12 @@ def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
     first, last = outcome.out.splitlines()
     assert outcome.code == 1 and first.startswith(f"{path.name}: {name}: its bytes are not those of offload_sums.json")
     assert last.startswith(f"{model}: DAMAGED in 1 file; ")
-    reply = json.loads(shell("verify", model, "--json").out)
-    assert reply["is_sound"] is False and [damage["tensor"] for damage in reply["damage"]] == [name]
+    result = json.loads(shell("verify", model, "--json").out)
+    assert result["is_sound"] is False and [damage["tensor"] for damage in result["damage"]] == [name]
     flip(path, at, bit)
-    reply = json.loads(shell("verify", model, "--json").out)
-    assert reply["is_sound"] is True and reply["num_as_before"] == len(paths) == reply["num_files"]
-    assert reply["bytes_per_s"] > 0 and reply["manifest"] == str(model / "offload_sums.json")
+    result = json.loads(shell("verify", model, "--json").out)
+    assert result["is_sound"] is True and result["num_as_before"] == len(paths) == result["num_files"]
+    assert result["bytes_per_s"] > 0 and result["manifest"] == str(model / "offload_sums.json")
 
 
 def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:

@@ -53,21 +53,19 @@ def printed(*flags: object) -> str:
 )
 def test_the_answer_comes_first(machine: tuple[str, ...], words: tuple[str, ...], pair: tuple[str, ...]) -> None:
     out = printed(*pair, *machine)
-    message = " ".join(out.split())
-    assert out.startswith(words[0]) and all(" ".join(text.split()) in message for text in words)
-    assert "Llama-2-70B: 69 billion parameters, 138 GB" in message and "Llama-2-7B: 6.74 billion" in message
+    text = " ".join(out.split())
+    assert out.startswith(words[0]) and all(" ".join(phrase.split()) in text for phrase in words)
+    assert "Llama-2-70B: 69 billion parameters, 138 GB" in text and "Llama-2-7B: 6.74 billion" in text
     assert "█" not in out and ("GPU" in out) == ("--ram" not in machine or machine == GPU)
 
 
 def test_what_counts_of_computing_is_said(pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e12)
     out = printed(*pair, *LAPTOP[:2], "--disk-speed", "100GB", "--context", "1024", "--tree", "64x8")
-    message = " ".join(out.split())
+    text = " ".join(out.split())
     assert out.startswith("It runs: at least 1.1 seconds per token without a draft (1.1 to 1.5 with it).")
-    assert (
-        "computing is the limit; of computing only the products of weights count, as timed on this processor" in message
-    )
-    assert "with computing, as timed on this processor" in message
+    assert "computing is the limit; of computing only the products of weights count, as timed on this processor" in text
+    assert "with computing, as timed on this processor" in text
 
 
 IMPORTS_NOTHING_HEAVY = """
@@ -111,12 +109,12 @@ def test_a_tree_that_does_not_pay_is_no_headline(pair: tuple[str, ...]) -> None:
 
 def test_the_headline_is_seconds_per_token(pair: tuple[str, ...]) -> None:
     first = printed(*pair, *LAPTOP).splitlines()[0].split()
-    reply = json.loads(shell("plan", *pair, *LAPTOP, "--json").out)
-    low, high = reply["s_per_token_range"]
+    plan = json.loads(shell("plan", *pair, *LAPTOP, "--json").out)
+    low, high = plan["s_per_token_range"]
     assert first[:4] == ["It", "runs:", "at", "least"] and first[7:10] == ["seconds", "per", "token"]
     assert [float(first[4]), float(first[6])] == pytest.approx([low, high], rel=0.05)
-    assert float(first[10].strip("(")) == pytest.approx(reply["predictions"][0]["s_per_token"], rel=0.05)
-    assert reply["is_link_alone"] and reply["models"]["draft"]["num_parameters"] == 6_738_415_616
+    assert float(first[10].strip("(")) == pytest.approx(plan["predictions"][0]["s_per_token"], rel=0.05)
+    assert plan["is_link_alone"] and plan["models"]["draft"]["num_parameters"] == 6_738_415_616
 
 
 def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +150,8 @@ def config_of(folder: Path, kind: str, **changes: Any) -> str:
 def figures(*flags: object) -> dict[str, Any]:
     outcome = shell("plan", *flags, "--json")
     assert outcome.code == 0, outcome.err
-    reply: dict[str, Any] = json.loads(outcome.out)
-    return reply
+    plan: dict[str, Any] = json.loads(outcome.out)
+    return plan
 
 
 @pytest.fixture(scope="module")

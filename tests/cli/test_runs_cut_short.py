@@ -234,16 +234,16 @@ REDIRECTS = {
 
 def redirected(redirection: str, *arguments: object, **environment: str) -> Outcome:
     """Run `offload ARGUMENTS` with its streams redirected, in a warm process or, where that says so, in a shell."""
-    reply = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     pipe, words = subprocess.PIPE, [*map(str, arguments)]
     if redirection in REDIRECTS:
         code = f"import os, sys; {REDIRECTS[redirection]}; from offload.__main__ import main; main()"
         running = popen(
-            [sys.executable, "-c", code, *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=reply
+            [sys.executable, "-c", code, *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=variables
         )
     else:
         command = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "offload", *words]
-        running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=reply)
+        running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=variables)
     out, err = running.communicate(timeout=300)
     return Outcome(running.returncode, out.decode(), err.decode())
 
@@ -310,8 +310,8 @@ def warned_of(ender: Path, tmp_path: Path) -> Path:
 def test_warnings_of_libraries_are_lines(warned_of: Path) -> None:
     """Each once, marked by where it comes from."""
     outcome = process("generate", *settings(warned_of), "-p", PROMPT, is_cold=True)
-    messages = [line for line in outcome.err.splitlines() if "colour" in line]
-    assert outcome.code == 0 and len(messages) == 1 and messages[0].startswith("transformers: ")
+    lines = [line for line in outcome.err.splitlines() if "colour" in line]
+    assert outcome.code == 0 and len(lines) == 1 and lines[0].startswith("transformers: ")
 
 
 LISTS_UNUSED = """

@@ -52,9 +52,9 @@ def test_logprobs_are_part_of_the_object(ender: Path) -> None:
 
 
 def test_a_system_prompt_is_told_first_and_needs_a_prompt(talker: Path, sound: Path, tmp_path: Path) -> None:
-    message, plain = (generate_json(talker, *flags, prompt="Say") for flags in (("--system", "Be brief."), ()))
-    assert message["text"] == plain["text"] == SAID and len(message["token_ids"]) == NUM_SAID + 1
-    assert message["num_prompt_tokens"] - plain["num_prompt_tokens"] == len("<system:Be brief.")
+    instructed, plain = (generate_json(talker, *flags, prompt="Say") for flags in (("--system", "Be brief."), ()))
+    assert instructed["text"] == plain["text"] == SAID and len(instructed["token_ids"]) == NUM_SAID + 1
+    assert instructed["num_prompt_tokens"] - plain["num_prompt_tokens"] == len("<system:Be brief.")
     (tmp_path / "text.session").write_bytes(b"x")
     outcome = generate(sound, "--session", tmp_path / "text.session", "--system", "Be.")
     assert_refused(outcome, "--system is told before a prompt, and there is none")

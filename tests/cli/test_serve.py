@@ -114,9 +114,9 @@ def test_it_answers_from_its_first_second(looper: Path) -> None:
             path = "/" if len(answers) % 2 else "/health"
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as response:
-                    result = response.status
+                    status = response.status
             except urllib.error.HTTPError as error:
-                result = error.code
+                status = error.code
                 output = error.read()
                 assert path == "/" or json.loads(output) == {"status": "loading"}
             except urllib.error.URLError:
@@ -124,7 +124,7 @@ def test_it_answers_from_its_first_second(looper: Path) -> None:
                 assert running.poll() is None
                 time.sleep(0.02)
                 continue
-            answers.append((time.monotonic() - began_s, path, result))
+            answers.append((time.monotonic() - began_s, path, status))
             time.sleep(0.02)
         first_s, last_s = answers[0][0], answers[-1][0]
         assert answers[0][2] == 503 and first_s < last_s / 2, answers

@@ -58,16 +58,16 @@ def sites() -> Mapping[str, set[str]]:
                 constants[ast.unparse(node.targets[0])].add(path)
     # of texts built from others
     constants["TOKENIZER_FAILED"].add(SOURCE / "engine" / "tokenizer.py")
-    results = defaultdict[str, set[str]](set)
+    literals = defaultdict[str, set[str]](set)
     for path, tree in trees.items():
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         imported = {each.asname or each.name for node in imports for each in node.names}
         names = {name for name, paths in constants.items() if path in paths or name in imported}
-        _look(tree, "", names, results, str(path.relative_to(SOURCE)))
-    return results
+        _look(tree, "", names, literals, str(path.relative_to(SOURCE)))
+    return literals
 
 
-def _look(node: ast.AST, name: str, names: set[str], result: dict[str, set[str]], file: str) -> None:
+def _look(node: ast.AST, name: str, names: set[str], literals: dict[str, set[str]], file: str) -> None:
     for child in ast.iter_child_nodes(node):
         is_doc = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
         if is_doc:
@@ -75,13 +75,13 @@ def _look(node: ast.AST, name: str, names: set[str], result: dict[str, set[str]]
         inner = f"{name}.{child.name}".strip(".") if isinstance(child, ast.FunctionDef | ast.ClassDef) else name
         if inner:
             if isinstance(child, ast.Constant) and isinstance(child.value, str) and REMEDY.search(child.value):
-                result[f"{file}:{inner}"].add(child.value)
+                literals[f"{file}:{inner}"].add(child.value)
             if isinstance(child, ast.Name) and child.id in names and isinstance(child.ctx, ast.Load):
-                result[f"{file}:{inner}"].add(child.id)
+                literals[f"{file}:{inner}"].add(child.id)
             is_bare = isinstance(child, ast.Call) and ast.unparse(child.func) == "must"
             if is_bare and len(child.args) == 3 and not child.keywords:  # type: ignore[attr-defined]
-                result[f"{file}:{inner}"].add("must")
-        _look(child, inner, names, result, file)
+                literals[f"{file}:{inner}"].add("must")
+        _look(child, inner, names, literals, file)
 
 
 class Acts(NamedTuple):
@@ -101,12 +101,15 @@ def coded(name: str, suffix: str, change: Change, **settings: Any) -> Row:
         weight = random_weight(*SHAPE)
         is_stack = name == "mxfp4"
         whole = dict(RECIPES[name].store(weight[None].mT if is_stack else weight).tensors)
-        damaged = {key: value for key, value in whole.items() if key != suffix}
+        damaged = {key: tensor for key, tensor in whole.items() if key != suffix}
         changed = change(whole[suffix])
         damaged |= {} if changed is None else {suffix: changed}
         shape = (1, *SHAPE) if is_stack else SHAPE
-        message = RECIPES[name].config
-        return Acts(lambda: expanded(damaged, {**message, **settings}, shape), lambda: expanded(whole, message, shape))
+        settings_of_file = RECIPES[name].config
+        return Acts(
+            lambda: expanded(damaged, {**settings_of_file, **settings}, shape),
+            lambda: expanded(whole, settings_of_file, shape),
+        )
 
     return make
 
@@ -218,9 +221,9 @@ def budget(**options: Any) -> Row:
             try:
                 plan_memory(files, dtype="auto", context=16, num_nodes=1, **options)
             except UserError as error:
-                message = re.search(r"raise `(\w+)` to (\w+)", str(error))
-                assert message is not None, error
-                needed[f"{message[1].removesuffix('_memory')}"] = message[2]
+                named = re.search(r"raise `(\w+)` to (\w+)", str(error))
+                assert named is not None, error
+                needed[f"{named[1].removesuffix('_memory')}"] = named[2]
                 raise
 
         def works() -> None:

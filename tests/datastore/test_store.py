@@ -121,9 +121,9 @@ def test_an_edited_manifest_is_refused(change: Callable[[dict[str, Any]], object
 
 @pytest.mark.parametrize("name", ["chunk-00000.tokens", "chunk-00001.positions"])
 def test_verify_reads_every_byte_and_finds_a_flipped_bit(name: str, store: Path) -> None:
-    result, heard = read_store(store), list[tuple[int, int]]()
-    verify(result, lambda *pair: heard.append(pair))
-    assert heard[-1] == (result.num_bytes, result.num_bytes) and heard == sorted(heard)
+    store_read, heard = read_store(store), list[tuple[int, int]]()
+    verify(store_read, lambda *pair: heard.append(pair))
+    assert heard[-1] == (store_read.num_bytes, store_read.num_bytes) and heard == sorted(heard)
     raw = bytearray((store / name).read_bytes())
     raw[len(raw) // 2] ^= 1
     (store / name).write_bytes(raw)

@@ -312,18 +312,18 @@ class _Draft:
 
     def _answer(self, num_nodes: int, least_f: float, least_p: float) -> None:
         self.num_answers += 1
-        message, self._news = self._news, []
+        news, self._news = self._news, []
         heap = [(-self._root.f, self._root.number, self._root, -1)]
         num_found = 0
         while heap and num_found < num_nodes:
             _, _, node, parent = heapq.heappop(heap)
             if not node.is_announced:
                 node.is_announced, num_found = True, num_found + 1
-                message.append((node, parent))
+                news.append((node, parent))
             worth = [child for child in self._children(node) if child.f >= least_f and child.p >= least_p]
             for child in worth:
                 heapq.heappush(heap, (-child.f, child.number, child, node.number))
-        nodes = [DraftNodeUpdate(node.number, parent, node.path[-1], node.p) for node, parent in message]
+        nodes = [DraftNodeUpdate(node.number, parent, node.path[-1], node.p) for node, parent in news]
         self.world.post((self.rank, 0, Channel.RESULT), Guessed(nodes))
 
     def _children(self, node: _Guess) -> list[_Guess]:

@@ -61,10 +61,10 @@ def wanted() -> list[int]:
         return decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
 
 
-@matrix("extra", [{}, {"ranks": "stages:0-1"}, {"ranks": "stages:0-1", "pipeline": "sync"}, {"parallel": 2}], daily=1)
-def test_python_has_a_decoder_over_all_cards(wanted: list[int], extra: dict[str, Any]) -> None:
+@matrix("options", [{}, {"ranks": "stages:0-1"}, {"ranks": "stages:0-1", "pipeline": "sync"}, {"parallel": 2}], daily=1)
+def test_python_has_a_decoder_over_all_cards(wanted: list[int], options: dict[str, Any]) -> None:
     before, environment = children(os.getpid()), dict(os.environ)
-    with offload.load(TARGET, DRAFT, device="cpu,cpu", **HOW, **extra) as decoder:
+    with offload.load(TARGET, DRAFT, device="cpu,cpu", **HOW, **options) as decoder:
         (card,) = set(children(os.getpid())) - {*before}
         assert decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
         assert decoder.plan.ram_bytes == 2**29, "the cards of a machine share its memory"
@@ -147,12 +147,12 @@ def _ids(out: str) -> list[object]:
 def test_a_plan_shows_every_card(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of an assumed machine, and those that are here; together they have all of it."""
     options = LoadOptions(TARGET, DRAFT, device="cuda:0,1", ram="64GiB", ranks=ranks)
-    result = plan_cards(options, Assumptions.from_flags("rtx3090", None))
-    assert [card.machine.name for card in result.cards] == ["cuda:0", "cuda:1"] and result.pass_s == 0
-    assert {card.machine.ram_bytes for card in result.cards} == {32 << 30}
-    assert sum(card.share for card in result.cards) == pytest.approx(1, abs=0.01)
-    assert result.cards[0].plan.draft_bytes and not result.cards[1].plan.draft_bytes
-    assert "cuda:1 " in cards_lines(result) and "All of it stays" in cards_lines(result)
+    plan = plan_cards(options, Assumptions.from_flags("rtx3090", None))
+    assert [card.machine.name for card in plan.cards] == ["cuda:0", "cuda:1"] and plan.pass_s == 0
+    assert {card.machine.ram_bytes for card in plan.cards} == {32 << 30}
+    assert sum(card.share for card in plan.cards) == pytest.approx(1, abs=0.01)
+    assert plan.cards[0].plan.draft_bytes and not plan.cards[1].plan.draft_bytes
+    assert "cuda:1 " in cards_lines(plan) and "All of it stays" in cards_lines(plan)
     monkeypatch.setattr(
         "offload.planning.budget.available_gpu_bytes", {"cuda:0": 2 << 30, "cuda:2": 4 << 30}.__getitem__
     )
@@ -168,14 +168,14 @@ def test_a_plan_counts_what_cards_stream(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3-70B"]))
     where = Assumptions.from_flags("rtx3090", None)
     for ranks in ("shards", "stages:0-1"):
-        result = plan_cards(LoadOptions(tmp_path / "config.json", device="cuda:0,1", ram="128GiB", ranks=ranks), where)
-        whole_bytes = sum(sum(card.plan.layer_bytes) for card in result.cards)
-        streamed_bytes = [card.plan.streamed_bytes for card in result.cards]
+        plan = plan_cards(LoadOptions(tmp_path / "config.json", device="cuda:0,1", ram="128GiB", ranks=ranks), where)
+        whole_bytes = sum(sum(card.plan.layer_bytes) for card in plan.cards)
+        streamed_bytes = [card.plan.streamed_bytes for card in plan.cards]
         assert whole_bytes == pytest.approx(80 * 1_711_308_800, rel=1e-3)
         assert 80e9 < sum(streamed_bytes) < 110e9
         turns = max if ranks == "shards" else sum
-        assert result.pass_s == pytest.approx(turns(streamed_bytes) / 25e9)
-        assert f"takes at least {result.pass_s:.2g} seconds" in cards_lines(result)
+        assert plan.pass_s == pytest.approx(turns(streamed_bytes) / 25e9)
+        assert f"takes at least {plan.pass_s:.2g} seconds" in cards_lines(plan)
     with pytest.raises(UserError, match="a tune is of one process"):
         tune(LoadOptions(TARGET, DRAFT, device="cpu,cpu"), [], Sampling())
 

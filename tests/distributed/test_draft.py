@@ -63,11 +63,11 @@ class Listener:
     def __init__(self) -> None:
         self.path_of: dict[int, tuple[int, ...]] = {0: ()}
 
-    def hear(self, words: Sequence[DraftNodeUpdate]) -> list[tuple[int, ...]]:
-        for node in words:
+    def hear(self, updates: Sequence[DraftNodeUpdate]) -> list[tuple[int, ...]]:
+        for node in updates:
             assert node.number not in self.path_of and node.parent in self.path_of
             self.path_of[node.number] = (*self.path_of[node.parent], node.token)
-        return [self.path_of[node.number] for node in words]
+        return [self.path_of[node.number] for node in updates]
 
 
 def all_paths(tokens: Sequence[int], sampling: Sampling = WARM) -> Paths:
@@ -87,13 +87,13 @@ def all_paths(tokens: Sequence[int], sampling: Sampling = WARM) -> Paths:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_the_best_paths_are_told_best_first(sampling: Sampling) -> None:
     tree, head, wanted = tree_over(BigramModel(), [4, 0], sampling), Listener(), all_paths([4, 0], sampling)
-    messages = [node for _ in range(6) for node in tell(tree, 5)]
-    paths = head.hear(messages)
+    updates = [node for _ in range(6) for node in tell(tree, 5)]
+    paths = head.hear(updates)
     assert len({*paths}) == 30 < len(wanted)
     log_f = torch.tensor([wanted[path] for path in paths])
     assert torch.allclose(log_f, torch.tensor(list(wanted.values())[:30]), atol=1e-4)
     p_of = {path: math.exp(wanted[path] - wanted.get(path[:-1], 0.0)) for path in wanted}
-    assert [node.p for node in messages] == pytest.approx([p_of[path] for path in paths], abs=1e-4)
+    assert [node.p for node in updates] == pytest.approx([p_of[path] for path in paths], abs=1e-4)
 
 
 def test_cut_offs_hold_for_whole_paths() -> None:

@@ -176,8 +176,8 @@ def test_a_rank_whose_work_stands_still_ends_all_with_a_line(rank):
     """The others tell it where it is rank 0, which what hangs there may keep from that."""
     reports = Ranks(2, _stand_still, rank).reports()
     line = "nothing was computed for 3 s: look at its disk and device"
-    (message, waited_s, is_silent), (own_report, *_) = reports[1 - rank][0], reports[rank][0]
-    assert (message, own_report) == (f"rank {rank} ended: {line}", f"rank {rank}: {line}") and 4.5 < waited_s < 25
+    (reason, waited_s, is_silent), (own_report, *_) = reports[1 - rank][0], reports[rank][0]
+    assert (reason, own_report) == (f"rank {rank} ended: {line}", f"rank {rank}: {line}") and 4.5 < waited_s < 25
     assert is_silent == (rank == 0)
 
 

@@ -119,11 +119,11 @@ def test_other_weights_are_refused_as_soon_as_that_is_known() -> None:
 
 def test_cards_of_strangers_are_checked() -> None:
     card = RankHandshake.of_this(model("abc"), "text", [])
-    message = structs.asdict(card)
-    assert RankHandshake.parse(json.dumps(message).encode(), 1) == card
+    fields = structs.asdict(card)
+    assert RankHandshake.parse(json.dumps(fields).encode(), 1) == card
     odd = [{"more": 1}, {"host": 7}, {"disks": {}}, {"disks": [["1"]]}, {"proofs": []}, {"proofs": {"xxh3": []}},
            {"must_agree": {"torch": 2}}, {"host": "x" * 70_000}]  # fmt: skip
-    cards = [json.dumps({**message, **change}).encode() for change in odd]
+    cards = [json.dumps({**fields, **change}).encode() for change in odd]
     for content in (b"", b"\xff", b"[]", b"{}", b"null", b"[" * 50_000, *cards):
         with pytest.raises(UserError, match="rank 1 says of itself what is no handshake"):
             RankHandshake.parse(content, 1)

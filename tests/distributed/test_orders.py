@@ -89,10 +89,10 @@ BAD: list[object] = [
 ]
 
 
-@pytest.mark.parametrize("words", BAD, ids=str)
-def test_what_is_no_order_is_refused(words: object) -> None:
+@pytest.mark.parametrize("raw", BAD, ids=str)
+def test_what_is_no_order_is_refused(raw: object) -> None:
     with pytest.raises(MsgspecError):
-        decode(msgpack.encode(words))
+        decode(msgpack.encode(raw))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -328,12 +328,12 @@ def test_an_order_that_cannot_be_ends_the_stage_before_anything_is_computed(
         assert stage.num_uncommitted == 0
 
 
-@pytest.mark.parametrize("extra", [None, -1, 1])
-def test_activations_of_another_size_end_the_stage(extra: int | None, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("size", [None, -1, 1])
+def test_activations_of_another_size_end_the_stage(size: int | None, checkpoint: Checkpoint) -> None:
     with opened(checkpoint, sections(0, 2, 4)[1], is_streamed=False, runs=False) as (model, stream):
         stage = PipelineStage(model, stream, plan_of(checkpoint, sections(0, 2, 4)[1]))
         whole = stage.model.width * stage.model.dtype.itemsize
-        hidden = None if extra is None else memoryview(bytes(whole + extra))
+        hidden = None if size is None else memoryview(bytes(whole + size))
         with pytest.raises(ValueError, match=f"run 3 has .* bytes of activations, they must be {whole}"):
             stage.run(RunOrder(3, [5], [0], b"\x80", 1, hidden=hidden), lambda: False)
 

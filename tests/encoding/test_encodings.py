@@ -62,8 +62,8 @@ class Told(NamedTuple):
 
 def headers(stem: str = ".weight", *, width: int = 4, **changed: Told | None) -> dict[str, Told]:
     words = (SHAPE, (distance_bytes(math.prod(SHAPE), width),), (64,))
-    messages = [*(Told("U8", shape) for shape in words), Told("I64", (3,))]
-    named = {name.removeprefix("."): entry for name, entry in zip((*WORDS, CODE), messages, strict=True)} | changed
+    entries = [*(Told("U8", shape) for shape in words), Told("I64", (3,))]
+    named = {name.removeprefix("."): entry for name, entry in zip((*WORDS, CODE), entries, strict=True)} | changed
     return {f"{stem}.{name}": entry for name, entry in named.items() if entry is not None}
 
 
@@ -86,14 +86,14 @@ def test_what_was_stored_is_what_is_expanded(source: str, format, width: int) ->
     fill = torch.zeros(-sum(map(len, words[:3])) % 64, dtype=torch.uint8)
     stored_B = torch.cat([part.view(torch.uint8) for part in (*words[:3], fill)])
     sizes = {"mantissas": Told(MANTISSAS[source], SHAPE), "escapes": Told("U8", (len(words.escape_3E) + len(fill),))}
-    message = headers(format.parameter, width=width, **sizes)
-    result = format.recognise(message, {})
-    assert isinstance(result, RecognisedWeight) and result.shape == SHAPE
-    assert result.coding.stored_bytes(SHAPE) == len(stored_B)
-    ready = result.coding.prepare({CODE: torch.cat((torch.tensor([top]), words.count_C))}, SHAPE)
-    assert sum(tensor.nbytes for tensor in ready.values()) == result.coding.companion_bytes(SHAPE)
-    out = torch.empty(SHAPE, dtype=getattr(torch, result.coding.dtype))
-    result.coding.expand(stored_B, ready, out, REFERENCE)
+    entries = headers(format.parameter, width=width, **sizes)
+    recognised = format.recognise(entries, {})
+    assert isinstance(recognised, RecognisedWeight) and recognised.shape == SHAPE
+    assert recognised.coding.stored_bytes(SHAPE) == len(stored_B)
+    ready = recognised.coding.prepare({CODE: torch.cat((torch.tensor([top]), words.count_C))}, SHAPE)
+    assert sum(tensor.nbytes for tensor in ready.values()) == recognised.coding.companion_bytes(SHAPE)
+    out = torch.empty(SHAPE, dtype=getattr(torch, recognised.coding.dtype))
+    recognised.coding.expand(stored_B, ready, out, REFERENCE)
     assert out.dtype == dtype and torch.equal(out.view(-1).view(torch.int16), weight_N.view(torch.int16))
 
 

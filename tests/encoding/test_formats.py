@@ -96,8 +96,8 @@ def test_compressed_tensors(name: str, shape: tuple[int, int]) -> None:
 
     tensors, config = RECIPES[name].store(random_weight(*shape)).tensors, RECIPES[name].config
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
-    reply = {suffix.removeprefix("."): value for suffix, value in tensors.items()}
-    wanted = BaseCompressor.get_value_from_registry(config["format"]).decompress(reply, scheme=scheme)["weight"]
+    named = {suffix.removeprefix("."): tensor for suffix, tensor in tensors.items()}
+    wanted = BaseCompressor.get_value_from_registry(config["format"]).decompress(named, scheme=scheme)["weight"]
     assert are_equal(expanded(tensors, config, shape, wanted.dtype), wanted)
 
 
@@ -122,7 +122,7 @@ def test_bitsandbytes(kind: str, storage: torch.dtype, is_nested: bool, shape: t
 
     weight = random_weight(*shape).bfloat16()
     words, state = functional.quantize_4bit(weight, compress_statistics=is_nested, quant_type=kind)
-    tensors = {".weight": words} | {f".weight.{key}": value for key, value in state.as_dict(packed=True).items()}
+    tensors = {".weight": words} | {f".weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
     wanted = functional.dequantize_4bit(words, state)
     # with `quant_storage` the same bytes are kept as numbers of another type
     if words.numel() % storage.itemsize == 0:

@@ -66,10 +66,10 @@ def test_lenience_says_that_it_is_not_exact(models: Pair) -> None:
         with offload.load(*models, ram, "chain:6", lenience=lenience, invariant=True, **HOW) as decoder:
             generation = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
             texts[lenience] = generation.token_ids
-            message = generation.as_dict()
+            as_dict = generation.as_dict()
             is_told = any("NOT EXACT" in note and "0.01" in note for note in decoder.notes)
-            assert generation.is_exact == message["is_exact"] == (not is_told) == (lenience == 1)
-            assert message.get("lenience", 1.0) == lenience and ("NOT exact" in repr(generation)) == is_told
+            assert generation.is_exact == as_dict["is_exact"] == (not is_told) == (lenience == 1)
+            assert as_dict.get("lenience", 1.0) == lenience and ("NOT exact" in repr(generation)) == is_told
             assert generation.is_invariant == (lenience == 1 and decoder.invariance.holds)
             plain = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, tree="none").token_ids
             assert (plain == generation.token_ids) == (lenience == 1)

@@ -61,11 +61,11 @@ def test_a_damaged_draft_changes_no_text(rule: str, where: str, pair: Pair, tmp_
         for draw in DRAWS.values():
             wanted = decoder.generate(PROMPT, max_new_tokens=LENGTH, tree="none", **draw).token_ids
             try:
-                result = decoder.generate(PROMPT, max_new_tokens=LENGTH, **draw).token_ids
+                ids = decoder.generate(PROMPT, max_new_tokens=LENGTH, **draw).token_ids
             except offload.UserError as error:
                 assert "scores are not finite numbers" in str(error) and rule not in ("match", "topk")
             else:
-                assert result == wanted
+                assert ids == wanted
 
 
 def cut(shard: Path) -> None:

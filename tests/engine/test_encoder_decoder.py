@@ -181,10 +181,10 @@ def test_what_does_not_go_with_an_encoder_is_refused_early(pair: Pair, tmp_path:
     (nameless / "generation_config.json").unlink()
     target, draft = save_pair("v1.1", tmp_path)
     begun_with(1, draft)
-    kept, message = Request(prompts()[2], is_kept=True), Request([{"role": "user", "content": "Hello"}])
+    kept, chat = Request(prompts()[2], is_kept=True), Request([{"role": "user", "content": "Hello"}])
     for models, request, words in (
         ((pair[0],), kept, "`session` keeps a text that goes on"),
-        ((pair[0],), message, "cannot chat: use offload generate"),
+        ((pair[0],), chat, "cannot chat: use offload generate"),
         ((pair[0], alone), None, "must both have an encoder or none, got t5 and llama"),
         ((alone, pair[1]), None, "must both have an encoder or none, got llama and t5"),
         ((nameless,), None, "decoder_start_token_id must be a token id, got None"),

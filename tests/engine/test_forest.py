@@ -51,7 +51,7 @@ def alone(pair: Sequence[Path | None], sampling: Sampling, **options: Any) -> li
 
 def together(decoder: Decoder, asked: Sequence[Request]) -> list[list[int]]:
     """A text that waits begins as soon as another one ends."""
-    waiting, active, result = list(enumerate(asked)), dict[int, Run](), dict[int, list[int]]()
+    waiting, active, written = list(enumerate(asked)), dict[int, Run](), dict[int, list[int]]()
     while waiting or active:
         while waiting and len(active) < decoder.num_parallel:
             index, request = waiting.pop(0)
@@ -59,9 +59,9 @@ def together(decoder: Decoder, asked: Sequence[Request]) -> list[list[int]]:
         advance(decoder, [*active.values()])
         for index in [index for index, run in active.items() if run.is_finished]:
             run = active.pop(index)
-            result[index] = run.result().token_ids
+            written[index] = run.result().token_ids
             decoder.release(run)
-    return [result[index] for index in range(len(asked))]
+    return [written[index] for index in range(len(asked))]
 
 
 TREES = ["none", "dynamic:12x5", "8x3", "chain:4"]

@@ -87,13 +87,13 @@ def test_half_a_character_of_the_prompt_is_no_part_of_the_answer(decoder: Decode
 
 
 def test_what_comes_before_a_dead_end_is_text_with_every_tree(decoder: Decoder) -> None:
-    grammar, message = find_grammar(grammar='start: "def f():" x\nx: x'), list[list[int]]()
+    grammar, allowed = find_grammar(grammar='start: "def f():" x\nx: x'), list[list[int]]()
     for tree in TREES:
         run = decoder.start(Request(PROMPT, Sampling(), 40, grammar=grammar, tree=tree, rule="match"))
         with pytest.raises(UserError, match="cannot be followed any further"):
             finished(run)
-        message.append(run.result().token_ids)
-    assert message[0] and message == [message[0]] * len(TREES)
+        allowed.append(run.result().token_ids)
+    assert allowed[0] and allowed == [allowed[0]] * len(TREES)
 
 
 def require_person(text: str) -> None:

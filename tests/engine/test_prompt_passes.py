@@ -80,9 +80,9 @@ def test_a_slow_link_takes_a_prompt_in_one_pass_with_the_same_bits(
         assert decoder.invariance.holds and decoder.plan.max_prompt_rows == PROMPT_ROWS
         assert rows[:4] == [512, 512, 512, 364] and decoder.plan.num_prompt_sweeps(len(TOKENS)) == 4
     with opened(model, monkeypatch, link=1e3) as (decoder, rows):
-        result = states_after(decoder)
+        got = states_after(decoder)
         assert rows[0] == len(TOKENS) and decoder.plan.num_prompt_sweeps(len(TOKENS)) == 1
-    assert all(torch.equal(left, other) for left, other in zip(wanted, result, strict=True))
+    assert all(torch.equal(left, other) for left, other in zip(wanted, got, strict=True))
 
 
 def test_several_prompts_share_the_rows_of_a_pass(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

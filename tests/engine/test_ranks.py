@@ -199,10 +199,10 @@ def test_ctrl_c_does_not_come_between_a_commit_and_its_order(monkeypatch: pytest
     """Else caches of ranks would differ, and later passes be wrong without a word."""
     monkeypatch.setattr(KVCache, "__init__", lambda *_: None)
     monkeypatch.setattr(KVCache, "commit", lambda *_: signal.raise_signal(signal.SIGINT))
-    messages = list[Any]()
+    figures = list[Any]()
     with pytest.raises(KeyboardInterrupt):
-        shards._HeadCache(messages.append, 0).commit([0])
-    assert len(messages) == 1
+        shards._HeadCache(figures.append, 0).commit([0])
+    assert len(figures) == 1
 
 
 def test_a_conversation_over_stages_reads_what_is_new(pairs: Pairs) -> None:

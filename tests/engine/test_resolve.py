@@ -73,8 +73,8 @@ def test_a_plan_is_that_of_the_run(name: str, pair: tuple[str, str]) -> None:
 def test_a_tree_that_is_chosen_is_planned_as_large_as_memory_has_room_for(pair: tuple[str, str]) -> None:
     """A plan used to refuse what loads with a smaller tree."""
     options = LoadOptions(*pair, ram=streaming_ram(*pair, **{**TIGHT, "num_nodes": 8}), **HOW)
-    result = estimate(options)
-    assert 1 < result.plan.num_nodes <= 8
+    predicted = estimate(options)
+    assert 1 < predicted.plan.num_nodes <= 8
     with pytest.raises(UserError, match="needs"):
         estimate(replace(options, tree="64x16"))
 

@@ -69,7 +69,7 @@ def open_pair(dtype: str, draft: str = "its draft", **options: Any) -> Decoder:
 
 def differences(dtype: str, num_new: int = NUM_NEW, *, drafts: Any = DRAFTS, prompts: Any = PROMPTS) -> dict[str, int]:
     """For every text of a tree the numbers that differ from those of the text without one."""
-    results = {}
+    counts = {}
     wanted: dict[tuple[str, float], Text] = {}
     for draft in drafts:
         with open_pair(dtype, draft) as decoder:
@@ -79,16 +79,16 @@ def differences(dtype: str, num_new: int = NUM_NEW, *, drafts: Any = DRAFTS, pro
                     for tree in TREES:
                         text = write(decoder, prompt, sampling, tree, num_new)
                         wanted.setdefault(key, text)
-                        results[f"{draft}, {prompt[:12]!r}, T={temperature:g}, {tree}"] = num_different(
+                        counts[f"{draft}, {prompt[:12]!r}, T={temperature:g}, {tree}"] = num_different(
                             text, wanted[key]
                         )
-    return results
+    return counts
 
 
 @pytest.mark.parametrize(("dtype", "drafts"), [("bfloat16", DRAFTS), ("float16", ["its draft"])])
 def test_trees_and_drafts(dtype: str, drafts: Iterable[str]) -> None:
-    result = differences(dtype, drafts=drafts, prompts=PROMPTS[:1])
-    assert result == dict.fromkeys(result, 0)
+    counts = differences(dtype, drafts=drafts, prompts=PROMPTS[:1])
+    assert counts == dict.fromkeys(counts, 0)
 
 
 def test_the_comparison_sees_one_bit() -> None:

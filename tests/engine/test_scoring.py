@@ -31,14 +31,14 @@ def opened(target: Path, **options: object) -> Decoder:
 
 
 def wanted_of(family: str) -> list[tuple[float, bool]]:
-    model, result = build(FAMILIES[family]()).eval(), []
+    model, scored = build(FAMILIES[family]()).eval(), []
     for tokens, first in TEXTS:
         with torch.no_grad():
             logits_TV = model(torch.tensor([tokens])).logits[0].float()
         rows = [(logits_TV[at - 1].log_softmax(0), tokens[at]) for at in range(first, len(tokens))]
         best = all(int(row_V.argmax()) == token for row_V, token in rows)
-        result.append((sum(float(row_V[token]) for row_V, token in rows), best))
-    return result
+        scored.append((sum(float(row_V[token]) for row_V, token in rows), best))
+    return scored
 
 
 def scored(decoder: Decoder, texts: Any, max_rows: int) -> tuple[scoring.Scorer, list[scoring.TextScore]]:

@@ -128,16 +128,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    path, message = (
-        tmp_path / "text.session",
-        r"cannot write the session to .* \(No space left on device\): name another",
-    )
+    path, line = tmp_path / "text.session", r"cannot write the session to .* \(No space left on device\): name another"
     with open_pair("llama", tmp_path, "8x3") as decoder:
         lay_down(decoder, path, 2)
         before = path.read_bytes()
         decoder.generate(PROMPT[:-1], max_new_tokens=2)
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=line):
             decoder.save_session(path)
         assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
 
@@ -150,8 +147,8 @@ def test_keys_and_values_are_never_said_to_be_of_files_that_came_later(which: st
         for path in sorted(tmp_path.rglob(which)):
             path.with_name("other").write_bytes(path.read_bytes())
             path.with_name("other").replace(path)
-        message = r"of which weights a session would be: .*\.(safetensors|json) changed since the model was opened"
-        with pytest.raises(UserError, match=message):
+        line = r"of which weights a session would be: .*\.(safetensors|json) changed since the model was opened"
+        with pytest.raises(UserError, match=line):
             decoder.save_session(tmp_path / "text.session")
     assert not (tmp_path / "text.session").exists()
 
@@ -183,7 +180,7 @@ SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype", "is_taken"),
+    ("saved", "dtype", "is_taken"),
     [
         (SAME, "float32", True),
         (SAME, "bfloat16", False),
@@ -195,10 +192,10 @@ SAME = ModelIdentity(dict.fromkeys(PARTS, "a"), {SUM: "1" * 32})
     ids=["same", "another type", "other weights", "another sum", "nothing proves it", "no draft"],
 )
 def test_states_are_taken_of_the_same_weights_in_the_same_type(
-    words: ModelIdentity | None, dtype: str, is_taken: bool
+    saved: ModelIdentity | None, dtype: str, is_taken: bool
 ) -> None:
     mine: Any = SimpleNamespace(for_part=lambda _: SAME, dtypes={"draft": "float32"})
-    notes = {"draft": json.dumps(words.as_dict()) if words else "", "draft_dtype": dtype}
+    notes = {"draft": json.dumps(saved.as_dict()) if saved else "", "draft_dtype": dtype}
     assert can_use(mine, "draft", notes) == is_taken
 
 
@@ -236,8 +233,8 @@ def of_another(part: str) -> Callable[[bytes], bytes]:
     """The session of a model that has another such part."""
 
     def change(header: dict[str, Any]) -> None:
-        reply = json.loads(header["__metadata__"]["target"])
-        header["__metadata__"]["target"] = json.dumps({**reply, part: "0" * 32})
+        identity = json.loads(header["__metadata__"]["target"])
+        header["__metadata__"]["target"] = json.dumps({**identity, part: "0" * 32})
 
     return edited(change)
 

@@ -157,8 +157,8 @@ def test_an_interrupted_request_leaves_no_answer_behind(
 
 def test_threads_are_given_their_own_answers(renderer: GuardedProcess) -> None:
     with ThreadPoolExecutor(4) as pool:
-        message = pool.map(lambda n: render("{{ messages[0].content }}", [{"content": str(n)}]), range(50))
-        assert list(message) == [str(n) for n in range(50)]
+        texts = pool.map(lambda n: render("{{ messages[0].content }}", [{"content": str(n)}]), range(50))
+        assert list(texts) == [str(n) for n in range(50)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -269,13 +269,13 @@ QUOTED = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}<bot>"
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "prompt"),
     [(PARTS, '<user>say "hi"<bot>'), (STRICT_PARTS, 'TEXT<user>say "hi"<bot>'), (QUOTED, '"say \\"hi\\""<bot>')],
 )
-def test_templates_of_models_that_also_see(template: str, words: str, tmp_path: Path) -> None:
+def test_templates_of_models_that_also_see(template: str, prompt: str, tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path, chat_template=template)
-    assert tokenizer.decode(encode_prompt(tokenizer, 'say "hi"')) == words
-    assert tokenizer.decode(encode_messages(tokenizer, [{"role": "user", "content": 'say "hi"'}])) == words
+    assert tokenizer.decode(encode_prompt(tokenizer, 'say "hi"')) == prompt
+    assert tokenizer.decode(encode_messages(tokenizer, [{"role": "user", "content": 'say "hi"'}])) == prompt
 
 
 def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(

@@ -41,12 +41,12 @@ def main() -> None:
             _become(case, place, shim)
             return  # as the interpreter ends: what it prints then counts, too
         visitor = _visitor(case, process, place) if case["visits"] else 0
-        message = _rehearse(case, place) if case["is_rehearsal"] else _watched(case, process)
+        outcome = _rehearse(case, place) if case["is_rehearsal"] else _watched(case, process)
         if visitor:
             time.sleep(_WRITING_S)
             os.kill(visitor, signal.SIGKILL)
             os.waitpid(visitor, 0)
-        answers.write(json.dumps(message | {"is_struck": bool(mark[0])}) + "\n")
+        answers.write(json.dumps(outcome | {"is_struck": bool(mark[0])}) + "\n")
 
 
 def _rehearse(case: dict[str, Any], place: Path) -> dict[str, Any]:

@@ -98,11 +98,13 @@ def _reference(model: Path) -> Any:
         return None  # it may take all memory
     try:
         with torch.inference_mode():
-            result, info = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
-            result.eval()(torch.tensor([[1, 2]]))
+            model_read, info = AutoModelForCausalLM.from_pretrained(
+                model, dtype=torch.float32, output_loading_info=True
+            )
+            model_read.eval()(torch.tensor([[1, 2]]))
     except Exception:
         return None
-    return None if any(info.values()) else torch.inference_mode()(result)
+    return None if any(info.values()) else torch.inference_mode()(model_read)
 
 
 def generate_with_draft(folder: Path) -> Outcome:

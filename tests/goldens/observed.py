@@ -45,7 +45,7 @@ def commands() -> Iterator[tuple[str, Any]]:
     while todo:
         name, command = todo.pop()
         yield name, command
-        todo += [(f"{name} {value}", entry) for value, entry in getattr(command, "commands", {}).items()]
+        todo += [(f"{name} {own_name}", command_) for own_name, command_ in getattr(command, "commands", {}).items()]
 
 
 def help_texts() -> dict[str, dict[str, str]]:
@@ -57,9 +57,9 @@ def help_texts() -> dict[str, dict[str, str]]:
         for param in command.params:
             is_hidden = getattr(param, "hidden", False)
             param.hidden = False
-            names, message = param.get_help_record(context) or (param.make_metavar(context), "")
+            names, help_text = param.get_help_record(context) or (param.make_metavar(context), "")
             param.hidden = is_hidden
-            bracket = re.search(r"\[([^\[\]]*)\]$", message)
+            bracket = re.search(r"\[([^\[\]]*)\]$", help_text)
             extra = ["hidden"] if is_hidden else []
             extra += ["several"] if param.multiple else []
             results[name][names] = "; ".join([bracket[1] if bracket else "", *extra]).removeprefix("; ")

@@ -42,9 +42,9 @@ def all_kinds(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tens
 def test_compiled_it_has_the_same_bits(shape: tuple[int, int, int], layout: WordLayout, dtype: torch.dtype) -> None:
     num_rows, num_columns, group = shape
     weight_NK = all_kinds(num_rows, num_columns, dtype)
-    wanted, result = (encode(weight_NK, group, layout) for encode in (encode_int4_reference, encode_int4_compiled))
-    assert torch.equal(result.word_NK, wanted.word_NK)
-    assert torch.equal(result.scale_GN2, wanted.scale_GN2)
+    wanted, compiled = (encode(weight_NK, group, layout) for encode in (encode_int4_reference, encode_int4_compiled))
+    assert torch.equal(compiled.word_NK, wanted.word_NK)
+    assert torch.equal(compiled.scale_GN2, wanted.scale_GN2)
     other = encode_int4_compiled(weight_NK.roll(1, 1), group, layout)
     assert not torch.equal(other.word_NK, wanted.word_NK), "other columns are not noticed"
 

@@ -40,7 +40,7 @@ MACHINES = list(product((24, 48, 80), (64, 128, 256)))  # GiB of a GPU, GB of it
 
 
 NOWHERE = Path("/nowhere/config.json")
-SHAPES = {name: model_shape(checkpoint_of_config(value, NOWHERE)) for name, value in CONFIGS.items()}
+SHAPES = {name: model_shape(checkpoint_of_config(config, NOWHERE)) for name, config in CONFIGS.items()}
 
 
 def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **sizes: Any) -> MemoryPlan:
@@ -220,8 +220,8 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     check(named, SHAPES["Llama-2-70B"])
     asked: list[str] = []
     monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
-    result = budget_of(LoadOptions(), "cuda:1")
-    assert asked == ["cuda:1"] and 46 * GB < result.gpu_bytes < 48 * GB
+    budget = budget_of(LoadOptions(), "cuda:1")
+    assert asked == ["cuda:1"] and 46 * GB < budget.gpu_bytes < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
     assert (host.pinned_bytes, host.num_host_layer_slots) == (0, 0)

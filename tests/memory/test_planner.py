@@ -269,8 +269,8 @@ def test_limits_of_control_groups(
 
 
 def test_this_machine_has_memory_and_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, result, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
-    assert 0 < result <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
+    before, now, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
+    assert 0 < now <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
     assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
     # The tightest limit counts.
     monkeypatch.setattr(machine, "_meminfo_available", lambda: 5000)

@@ -135,15 +135,15 @@ def why_not(kind: str, directory: Path, changes: dict[str, Any] | None = None) -
 @pytest.mark.full
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_type_is_accepted_or_refused_for_a_true_reason(kind: str, tmp_path: Path) -> None:
-    message = why_not(kind, tmp_path)
+    refusal = why_not(kind, tmp_path)
     if kind in COMPLETED and kind not in TOO_OLD.split():
         words, changes = COMPLETED[kind]
-        assert re.search(words, message), "what its default config lacks"
+        assert re.search(words, refusal), "what its default config lacks"
         assert not why_not(kind, tmp_path, changes)
         return
     wanted = [words for words, kinds in REFUSED.items() if kind in kinds.split()]
-    assert bool(message) == bool(wanted), message or "it is accepted"
-    assert not wanted or any(re.search(words, message) for words in wanted), message
+    assert bool(refusal) == bool(wanted), refusal or "it is accepted"
+    assert not wanted or any(re.search(words, refusal) for words in wanted), refusal
 
 
 def test_how_many_types_run() -> None:
@@ -181,12 +181,12 @@ def test_so_does_the_config_of_a_model_that_sees(kind: str, tmp_path: Path) -> N
 def assert_alone_tells(whole: Path, alone: Path, *, is_folder: bool = True) -> None:
     alone.mkdir()
     config = shutil.copy(whole / "config.json", alone / ("config.json" if is_folder else "any name.json"))
-    result, stored = describe(str(alone if is_folder else config)), open_checkpoint(whole)
-    message, expected = (
-        {name: (e.dtype, e.shape) for name, e in checkpoint.tensors.items()} for checkpoint in (result, stored)
+    described, stored = describe(str(alone if is_folder else config)), open_checkpoint(whole)
+    got, expected = (
+        {name: (e.dtype, e.shape) for name, e in checkpoint.tensors.items()} for checkpoint in (described, stored)
     )
-    assert message == expected
-    shapes = [model_shape(checkpoint) for checkpoint in (result, stored)]
+    assert got == expected
+    shapes = [model_shape(checkpoint) for checkpoint in (described, stored)]
     assert len({(s.num_weights, s.routed_weights, s.routed_share, s.kv_bytes_per_token) for s in shapes}) == 1
 
 

@@ -41,7 +41,9 @@ qwen3_next qwen3_omni_moe_text qwen3_vl_moe_text qwen4_exp_text solar_open step3
 """
 EXPERTS_ONE_BY_ONE = frozenset(_ONE_BY_ONE.split())
 # language models inside of others
-WRAPPED = sorted(text for text in EXPERTS_ONE_BY_ONE - {*INDEXED} if text.endswith("_text") or text == "step3p5")
+WRAPPED = sorted(
+    family for family in EXPERTS_ONE_BY_ONE - {*INDEXED} if family.endswith("_text") or family == "step3p5"
+)
 WRAPPERS = {"qwen3_omni_moe": "qwen3_omni_moe_thinker", "step3p5": "step3p7"}
 FAMILIES = sorted(EXPERTS_ONE_BY_ONE - {*WRAPPED})
 # Some have layers without experts, too, unless told otherwise.
@@ -236,7 +238,7 @@ def turn_stacks(folder: Path) -> int:
     num_turned = 0
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
-        for name in [text for text in tensors if text.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        for name in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
             num_turned += 1
         save_file(tensors, path, metadata={"format": "pt"})

@@ -50,8 +50,8 @@ def test_no_number_is_farther_than_half_a_step_and_both_ways_to_multiply_agree(
 def test_a_group_of_equal_numbers_and_a_row_of_zeros_stay_what_they_are() -> None:
     for bits in (4, 8):
         for weight_NK in (torch.zeros(64, 64), torch.full((64, 64), 0.25)):
-            result = numbers_of(matrix_of(weight_NK, bits), torch.float32)
-            torch.testing.assert_close(result, weight_NK, rtol=1e-6, atol=1e-6)
+            numbers = numbers_of(matrix_of(weight_NK, bits), torch.float32)
+            torch.testing.assert_close(numbers, weight_NK, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -282,11 +282,11 @@ def test_stacks_of_another_order_never_pass(inner: int, tmp_path: Path) -> None:
     """Where one of the two is square, the other shows it."""
     config = Glm4MoeConfig(**_SIZES, **{**_ROUTED, "moe_intermediate_size": inner}, head_dim=8, n_group=2, topk_group=1)
     model = build(config)
-    stacks = {name: value.mT.contiguous() for name, value in model.state_dict().items() if ".mlp.experts." in name}
+    stacks = {name: tensor.mT.contiguous() for name, tensor in model.state_dict().items() if ".mlp.experts." in name}
     assert {tuple(tensor.shape) for tensor in stacks.values()} == {(12, 32, 2 * inner), (12, inner, 32)}
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    rewrite(tmp_path, {**{key: value for key, value in tensors.items() if ".mlp.experts." not in key}, **stacks})
+    rewrite(tmp_path, {**{key: tensor for key, tensor in tensors.items() if ".mlp.experts." not in key}, **stacks})
     with pytest.raises(UserError, match=TURNED):
         our_state(tmp_path)
 

@@ -151,9 +151,9 @@ def test_compiled_steps_have_the_bits_of_the_plain_ones(num_threads: int, monkey
     ready = rule.prepare(inputs)
     parents, states, wanted = [BASE, 0, *(max(1, parent + 2) for parent in tree.parents)], {BASE: base}, []
     for row, parent in enumerate(parents):
-        reply = {name: row_T[row : row + 1] for name, row_T in ready.items()}
-        states[row] = rule.advance(states[parent], reply)
-        wanted.append(rule.read(states[row], reply))
+        row_inputs = {name: row_T[row : row + 1] for name, row_T in ready.items()}
+        states[row] = rule.advance(states[parent], row_inputs)
+        wanted.append(rule.read(states[row], row_inputs))
     before = base.clone()
     monkeypatch.setattr(gated_delta, "_LEAST_SHARED", 0)
     monkeypatch.setattr(TEAM, "_num_threads", num_threads)
@@ -291,11 +291,11 @@ def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> Non
 
 def assert_goes_on(folder: Path, num_alike: int, num_kept_alike: int, **options: Any) -> None:
     """Texts that begin as the one before, as turns of a chat do, or edited behind so many tokens."""
-    prompt, extra = random_ids(30), random_ids(9, seed=3)
+    prompt, continuation = random_ids(30), random_ids(9, seed=3)
     with opened(folder, **options) as decoder:
         first = decoder.generate(prompt, max_new_tokens=12).token_ids
-        whole, edited = [*prompt, *first, *extra], [*prompt[:num_alike], *extra]
-        for text, num_kept in ((whole, len(prompt) + 11), (edited, num_kept_alike), (extra, 0)):
+        whole, edited = [*prompt, *first, *continuation], [*prompt[:num_alike], *continuation]
+        for text, num_kept in ((whole, len(prompt) + 11), (edited, num_kept_alike), (continuation, 0)):
             run = decoder.run(text, offload.Sampling(), max_new_tokens=10, continues=True)
             assert run.sequence.stats.num_kept_tokens == num_kept
             assert "".join(run) == run.result().text
@@ -369,7 +369,7 @@ def assert_refuses(decoder: offload.Decoder, path: Path, changed: dict[str, Chan
         notes = {key: value for key, value in file.metadata().items() if key != "crc32"}
     for name, change in changed.items():
         other = change(tensors[name])
-        wrong = {key: value for key, value in tensors.items() if key != name}
+        wrong = {key: tensor for key, tensor in tensors.items() if key != name}
         write_tensors(path, notes, wrong | ({} if other is None else {name: other.contiguous()}))
         with pytest.raises(offload.UserError, match=words):
             decoder.load_session(path)

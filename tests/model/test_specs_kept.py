@@ -82,8 +82,8 @@ def test_layers_keep_what_is_told_of_them(family: str, tmp_path: Path) -> None:
     for layer, spec in enumerate(checkpoint.layers):
         held = {name: (tensor.shape[1], tensor.shape[3]) for name, tensor in cache.layer_states(layer).items()}
         index = (1, spec.index_width) if spec.index_width else (0, 0)
-        message = (("keys", spec.keys), ("values", spec.values), ("index", index))
-        assert held == {name: kept for name, kept in message if any(kept)}
+        parts = (("keys", spec.keys), ("values", spec.values), ("index", index))
+        assert held == {name: kept for name, kept in parts if any(kept)}
     width = sum(spec.cache_width for spec in checkpoint.layers)
     assert model_shape(checkpoint, "float32").kv_bytes_per_token == 4 * width
     assert width or all(spec.states for spec in checkpoint.layers), "a layer keeps something"

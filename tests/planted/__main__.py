@@ -79,12 +79,12 @@ class Copy:
                 return [_ENDLESS]
         text = output.read_text(encoding="utf-8", errors="replace")
         code = os.waitstatus_to_exitcode(ended[1])
-        result = _FAILED.findall(text)
+        failed = _FAILED.findall(text)
         if code == 1 and "Timeout (" in text:  # which has ended the run
-            result = result or [_ENDLESS]
-        if code and not (code == 1 and result):
+            failed = failed or [_ENDLESS]
+        if code and not (code == 1 and failed):
             raise RuntimeError(f"pytest {' '.join(arguments)} ended with {code}:\n{text[-2000:]}")
-        return result if code else []
+        return failed if code else []
 
     def _become(self, output: Path, arguments: Sequence[str]) -> NoReturn:
         """Be a run of pytest in the copy."""

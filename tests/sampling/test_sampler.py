@@ -61,12 +61,12 @@ def test_noise_does_not_depend_on_the_order_of_questions() -> None:
     ahead, back = Sampler(Sampling(temperature=1.0, seed=4), 50), Sampler(Sampling(temperature=1.0, seed=4), 50)
     logits_TV = torch.zeros(2, 50)
     positions = list(range(600))  # more than a sampler keeps
-    reply = {position: ahead.perturbed(logits_TV, position) for position in positions}
+    single = {position: ahead.perturbed(logits_TV, position) for position in positions}
     two = {position: back.perturbed(logits_TV, position) for position in reversed(positions)}
-    assert all(torch.equal(reply[position], two[position]) for position in positions)
-    assert all(torch.equal(reply[position], ahead.perturbed(logits_TV, position)) for position in (0, 300, 599))
-    assert torch.equal(reply[5][0], reply[5][1]), "rows that predict the same position share its noise"
-    assert torch.equal(reply[5][0], keyed_gumbel(4, 5, 50))
+    assert all(torch.equal(single[position], two[position]) for position in positions)
+    assert all(torch.equal(single[position], ahead.perturbed(logits_TV, position)) for position in (0, 300, 599))
+    assert torch.equal(single[5][0], single[5][1]), "rows that predict the same position share its noise"
+    assert torch.equal(single[5][0], keyed_gumbel(4, 5, 50))
 
 
 def test_no_more_noise_is_kept_than_was_planned() -> None:

@@ -151,8 +151,8 @@ def test_a_conversation_with_a_tool(caller: Path, monkeypatch: pytest.MonkeyPatc
         written = f"ADDING add <s>user:Hello<s>assistant:{call_text}</s><s>tool:3<s>assistant:"
         for extra in ({}, {"reasoning_details": ["x"], "cache_control": {"type": "ephemeral"}, "annotations": None}):
             answer = {**choice.message.model_dump(exclude_none=True), **extra}
-            messages = [*HELLO, answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-            again = raw(model=MODEL_ID, messages=messages, tools=ADDING, **GREEDY)
+            turns = [*HELLO, answer, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            again = raw(model=MODEL_ID, messages=turns, tools=ADDING, **GREEDY)
             names = "messages[1].cache_control, messages[1].reasoning_details" if extra else None
             assert again.headers.get("x-ignored-fields") == names
             usage = again.parse().usage

@@ -54,9 +54,9 @@ def shown(blocks: Any) -> list[Any]:
     """The blocks of an answer without the ids of calls."""
     kept = []
     for block in blocks:
-        message = block.model_dump(exclude_none=True)
-        message.pop("id", None)
-        kept.append(message)
+        fields = block.model_dump(exclude_none=True)
+        fields.pop("id", None)
+        kept.append(fields)
     return kept
 
 

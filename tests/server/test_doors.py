@@ -31,13 +31,13 @@ def send(served: Served, raw: bytes) -> bytes:
     """What comes back for these bytes until the server hangs up or is silent."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as caller:
         caller.sendall(raw)
-        result = b""
+        answer = b""
         try:
-            while b"\r\n\r\n" not in result and (part := caller.recv(4096)):
-                result += part
+            while b"\r\n\r\n" not in answer and (part := caller.recv(4096)):
+                answer += part
         except ConnectionError:
             pass
-        return result
+        return answer
 
 
 @pytest.mark.parametrize(

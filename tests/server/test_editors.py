@@ -64,11 +64,11 @@ GAPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("body", GAPS.values(), ids=GAPS)
 def test_a_gap_is_filled(coder: Served, body: dict[str, Any]) -> None:
-    message = events(coder, "completions", {**body, "stream_options": {"include_usage": True}})
-    choices = [choice for event in message for choice in event["choices"]]
+    seen = events(coder, "completions", {**body, "stream_options": {"include_usage": True}})
+    choices = [choice for event in seen for choice in event["choices"]]
     assert "".join(choice["text"] for choice in choices) == "".join(WRITTEN)
     assert choices[-1]["finish_reason"] == "stop"
-    assert message[-1]["usage"]["prompt_tokens"] == len(BEFORE) + len(BEHIND) + 3
+    assert seen[-1]["usage"]["prompt_tokens"] == len(BEFORE) + len(BEHIND) + 3
     asked = {"model": MODEL_ID, "prompt": BEFORE, "suffix": "", "max_tokens": 1, "temperature": 0}
     plain = httpx.post(f"{coder.address}/v1/completions", json=asked, timeout=PATIENCE_S).json()
     assert plain["usage"]["prompt_tokens"] == len(BEFORE), "nothing stands behind the gap"
@@ -114,8 +114,8 @@ CHATS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("body", CHATS.values(), ids=CHATS)
 def test_a_chat_with_tools_in_a_stream(agent: Served, body: dict[str, Any]) -> None:
     """Two turns: a call whose arguments come in pieces, then its result, with what was said before as it came."""
-    message = events(agent, "chat/completions", body)
-    deltas = [choice["delta"] for event in message for choice in event["choices"]]
+    seen = events(agent, "chat/completions", body)
+    deltas = [choice["delta"] for event in seen for choice in event["choices"]]
     calls: dict[int, dict[str, Any]] = {}
     for piece in (call for delta in deltas for call in delta.get("tool_calls") or []):
         call = calls.setdefault(piece["index"], {"id": piece.get("id"), "name": "", "arguments": ""})
@@ -124,11 +124,11 @@ def test_a_chat_with_tools_in_a_stream(agent: Served, body: dict[str, Any]) -> N
     assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == [
         ("get_weather", {"city": CITIES[0]})
     ]
-    reasons = [choice["finish_reason"] for event in message for choice in event["choices"] if choice["finish_reason"]]
+    reasons = [choice["finish_reason"] for event in seen for choice in event["choices"] if choice["finish_reason"]]
     assert reasons == ["tool_calls"] and deltas[0]["role"] == "assistant"
     assert "".join(delta.get("content") or "" for delta in deltas) == SAYING
     assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == THOUGHT
-    assert ("stream_options" in body) == bool(message[-1].get("usage"))
+    assert ("stream_options" in body) == bool(seen[-1].get("usage"))
     (call,) = calls.values()
     function = {"name": call["name"], "arguments": call["arguments"]}
     said = {

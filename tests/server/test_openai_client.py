@@ -159,17 +159,17 @@ def test_biases_and_penalties(endless: Served) -> None:
 def test_logprobs(served: Served) -> None:
     """All tokens but the end's have them, with bytes that put together are the text; streamed they are the same."""
     asked: Any = {"model": MODEL_ID, "messages": HELLO, "logprobs": True, "top_logprobs": 2, **GREEDY}
-    message = served.client().chat.completions.create(**asked).choices[0].logprobs
-    assert message is not None and message.content is not None
-    assert bytes(byte for entry in message.content for byte in entry.bytes or ()).decode() == SAID
-    assert len(message.content) == NUM_SAID
-    for entry in message.content:
+    logprobs = served.client().chat.completions.create(**asked).choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert bytes(byte for entry in logprobs.content for byte in entry.bytes or ()).decode() == SAID
+    assert len(logprobs.content) == NUM_SAID
+    for entry in logprobs.content:
         assert entry.top_logprobs[0].token == entry.token
         assert entry.top_logprobs[0].logprob == entry.logprob <= 0
         assert len(entry.top_logprobs) == 2
     chunks = served.client().chat.completions.create(**asked, stream=True)
     results = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
-    assert [entry for each in results for entry in each.content or ()] == message.content
+    assert [entry for each in results for entry in each.content or ()] == logprobs.content
 
 
 def test_logprobs_of_completions(endless: Served) -> None:
@@ -184,13 +184,13 @@ def test_logprobs_of_completions(endless: Served) -> None:
 
 def test_a_stream_may_tell_of_passes(endless: Served) -> None:
     asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "stream": True, **GREEDY}
-    messages = [getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked)]
-    assert not any(messages)
+    figures = [getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked)]
+    assert not any(figures)
     extra: Any = {"offload": {"passes": True, "tree": "chain:2"}}
-    messages = [
+    figures = [
         getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked, extra_body=extra)
     ]
-    passes = [figures for figures in messages if figures]
+    passes = [item for item in figures if item]
     assert len(passes) > 2
     assert passes[-1]["parents"] == [-1, 0, 1]
     assert all(len(step["tokens"]) == len(step["parents"]) for step in passes)
@@ -198,9 +198,9 @@ def test_a_stream_may_tell_of_passes(endless: Served) -> None:
 
 
 def run(*command: str, **environment: str) -> str:
-    reply = {**os.environ, **environment}
+    variables = {**os.environ, **environment}
     done = subprocess.run(
-        command, capture_output=True, text=True, env=reply, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
+        command, capture_output=True, text=True, env=variables, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -210,12 +210,12 @@ parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_clie
 
 
 def samples(text: str) -> dict[str, float]:
-    results = {}
+    samples_seen = {}
     for family in parser.text_string_to_metric_families(text):
         assert family.documentation and family.type in ("counter", "gauge")
         for sample in family.samples:
-            results[sample.name + "".join(f"/{value}" for value in sample.labels.values())] = sample.value
-    return results
+            samples_seen[sample.name + "".join(f"/{value}" for value in sample.labels.values())] = sample.value
+    return samples_seen
 
 
 def test_figures_are_the_engines(looper: Path) -> None:

@@ -45,20 +45,20 @@ def breaches(text: str) -> list[str]:
     elements = Elements(text).tags
     ids = [attributes["id"] for _, attributes, _ in elements if "id" in attributes]
     targets = {attributes.get("for") for tag, attributes, _ in elements if tag == "label"}
-    results = [f"id {name} twice" for name in {*ids} if ids.count(name) > 1]
+    breaches_seen = [f"id {name} twice" for name in {*ids} if ids.count(name) > 1]
     for tag, attributes, is_labelled in elements:
         if tag in ("input", "textarea", "select") and not (is_labelled or attributes.get("id") in targets):
-            results.append(f"{tag} without a label")
+            breaches_seen.append(f"{tag} without a label")
         address = attributes.get("src") or attributes.get("href") or ""
         if address and not address.startswith("data:"):
-            results.append(f"{tag} from {address}")
-        results += [f"{name} in {tag}" for name in attributes if name == "style" or name.startswith("on")]
+            breaches_seen.append(f"{tag} from {address}")
+        breaches_seen += [f"{name} in {tag}" for name in attributes if name == "style" or name.startswith("on")]
         if tag == "canvas" and not attributes.get("role"):
-            results.append("canvas without a role")
-    results += [
+            breaches_seen.append("canvas without a role")
+    breaches_seen += [
         f"address {address}" for address in re.findall(r"https?://[^\s'\"]+", text) if "w3.org/2000/svg" not in address
     ]
-    return results + re.findall(MARKUP, text)
+    return breaches_seen + re.findall(MARKUP, text)
 
 
 def test_the_page_keeps_the_rules() -> None:

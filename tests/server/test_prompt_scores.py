@@ -57,8 +57,8 @@ def complete(served: Served, prompt: Any, **options: Any) -> Any:
     return served.client().completions.create(**asked)
 
 
-def are_close(words: Any, wanted: list[Any]) -> bool:
-    return bool(words[0] is None and words[1:] == pytest.approx(wanted[1:], abs=TOLERANCE))
+def are_close(scores: Any, wanted: list[Any]) -> bool:
+    return bool(scores[0] is None and scores[1:] == pytest.approx(wanted[1:], abs=TOLERANCE))
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])

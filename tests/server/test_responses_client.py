@@ -99,8 +99,8 @@ def test_chat_has_the_same_parts(served: Served) -> None:
     tools.append({"type": "function", "function": {"name": "other", "parameters": PARAMETERS}})
     asked: Any = {"model": MODEL_ID, "messages": [{"role": "user", "content": ASK}], "tools": tools, **GREEDY}
     message = served.client().chat.completions.create(**asked).choices[0].message
-    words = message.model_dump()
-    assert (words["reasoning_content"], message.content) == (THOUGHT, SAYING)
+    fields = message.model_dump()
+    assert (fields["reasoning_content"], message.content) == (THOUGHT, SAYING)
     chunks = [chunk.choices[0].delta.model_dump() for chunk in served.client().chat.completions.create(
         **asked, stream=True)]  # fmt: skip
     assert "".join(chunk.get("reasoning_content") or "" for chunk in chunks) == THOUGHT

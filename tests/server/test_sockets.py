@@ -45,8 +45,8 @@ def read_until(client: socket.socket, wanted: bytes) -> bytes:
     """What comes up to there; less where the server closes first."""
     got = b""
     with suppress(ConnectionResetError):
-        while wanted not in got and (extra := client.recv(4096)):
-            got += extra
+        while wanted not in got and (part := client.recv(4096)):
+            got += part
     return got
 
 
@@ -157,8 +157,8 @@ def test_a_client_that_does_not_read_is_cut_off(served: Served, monkeypatch: pyt
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", served.port))
-        message = ASKED | {"offload": {"passes": True}, "n": 8, "seed": 1, "temperature": 9.0}  # megabytes of chunks
-        client.sendall(request_bytes(message))
+        body = ASKED | {"offload": {"passes": True}, "n": 8, "seed": 1, "temperature": 9.0}  # megabytes of chunks
+        client.sendall(request_bytes(body))
         until(lambda: served.engine.figures().num_cancelled > before.num_cancelled)
     until(served.rests)
 

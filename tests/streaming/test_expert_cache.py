@@ -128,7 +128,7 @@ def test_any_order_of_calls_keeps_the_books() -> None:
             block = rng.choice(list(holds))
             cache.release(block)
             holds[block] -= 1
-            holds = {value: number for value, number in holds.items() if number}
+            holds = {held: number for held, number in holds.items() if number}
         elif choice < 0.62:
             cache.forget(block)
             place_of.pop(block, None), holds.pop(block, None)
@@ -137,7 +137,7 @@ def test_any_order_of_calls_keeps_the_books() -> None:
             holds[block] = holds.get(block, 0) + 1
         elif (slot := cache.make_room(block)) is not None:
             assert not any(place_of[hold] == slot for hold in holds), "a held block gave way"
-            place_of = {value: place for value, place in place_of.items() if place != slot} | {block: slot}
+            place_of = {held: place for held, place in place_of.items() if place != slot} | {block: slot}
             holds[block] = 1
         else:
             assert holds, "None where nothing is held"

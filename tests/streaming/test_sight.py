@@ -106,8 +106,8 @@ def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     odd = changed(talker, tmp_path / "odd", name, lambda tensor: tensor.zero_())
     bad = changed(talker, tmp_path / "bad", name, lambda tensor: tensor[0].fill_(torch.inf))
-    message = f"{name} has numbers that are not finite: offload verify"
-    for model, code, words in ((odd, 0, f"all zero: {name} in model-"), (talker, 0, ""), (bad, 2, message)):
+    line = f"{name} has numbers that are not finite: offload verify"
+    for model, code, words in ((odd, 0, f"all zero: {name} in model-"), (talker, 0, ""), (bad, 2, line)):
         outcome = shell("generate", "-m", model, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
         assert outcome.code == code and words in outcome.err and ("all zero" in outcome.err) == (model is odd)
 

@@ -83,14 +83,14 @@ def test_bits_of_headers_and_padding_count(tmp_path: Path) -> None:
     at = next(hi for (_, hi), (lo, _) in pairwise(ends) if hi < lo)
     owner = next(name for name, (_, hi) in extents(model).items() if hi == at)
     flip(model, at)
-    assert [damage.tensor for damage in ask(model).damage] == [owner], "padding is of the tensor before it"
+    assert [item.tensor for item in ask(model).damage] == [owner], "padding is of the tensor before it"
     flip(model, at)
     folder = shards_of(tmp_path / "shards")
     assert not ask(folder).damage
     shard = sorted(folder.glob("*.safetensors"))[0]
     flip(shard, shard.read_bytes().index(b'"pt"') + 1)
-    (result,) = ask(folder).damage
-    assert result.file == shard.name and not result.tensor and "in its header" in result.fault
+    (damage,) = ask(folder).damage
+    assert damage.file == shard.name and not damage.tensor and "in its header" in damage.fault
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
@@ -103,9 +103,9 @@ def test_numbers_that_are_not_finite_are_damage_the_first_time(number: float, tm
 
 def move(folder: Path, path: Path) -> None:
     index = folder / "model.safetensors.index.json"
-    reply = json.loads(index.read_text())
-    reply["weight_map"]["model.norm.weight"] = path.name
-    index.write_text(json.dumps(reply))
+    index_content = json.loads(index.read_text())
+    index_content["weight_map"]["model.norm.weight"] = path.name
+    index.write_text(json.dumps(index_content))
 
 
 BROKEN: dict[str, tuple[Callable[[Path, Path], object], str]] = {
@@ -124,8 +124,8 @@ def test_files_that_lack_something_are_damaged(
     path = sorted(folder.glob("*.safetensors"))[0]
     breaks(folder, path)
     report = ask(folder)
-    (result,) = report.damage
-    assert result.file == path.name and words in result.fault and path.name not in result.fault
+    (damage,) = report.damage
+    assert damage.file == path.name and words in damage.fault and path.name not in damage.fault
     assert report.num_files >= 2 and not report.is_written, "the others are looked at all the same"
 
 
@@ -220,8 +220,8 @@ def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
     note(folder / "config.json", hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest())
     flip(paths[0], first)
     report = ask(folder)
-    (result,) = report.damage
-    assert result == Damage(paths[0].name, "", "its bytes are not those of the hub (sha256)"), "without any manifest"
+    (damage,) = report.damage
+    assert damage == Damage(paths[0].name, "", "its bytes are not those of the hub (sha256)"), "without any manifest"
     assert report.num_as_hub == len(paths) - 1
     flip(paths[0], first)
     report = ask(folder)

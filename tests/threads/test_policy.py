@@ -94,8 +94,8 @@ def test_follows_a_neighbour_that_comes_or_goes(is_leaving: bool) -> None:
 def test_the_start_is_measured_and_ties_go_to_what_leaves_more_to_others(
     asleep_s: float, looking_s: float, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, message = torch.get_num_threads(), iter([1.0, asleep_s, looking_s])
-    monkeypatch.setattr(fastest, "median_s", lambda *_, **__: next(message))
+    before, times = torch.get_num_threads(), iter([1.0, asleep_s, looking_s])
+    monkeypatch.setattr(fastest, "median_s", lambda *_, **__: next(times))
     assert fastest.fastest_mode([1, 2], 4, 8, torch.float32).mode == mode
     assert torch.get_num_threads() == before
 

@@ -111,12 +111,12 @@ def test_alpha_is_the_overlap_along_the_path(name: str, draft: str) -> None:
         assert list(step.guesses) == pytest.approx(overlap_V[verified].tolist(), abs=1e-6)
         accepted += [depth < len(step.nodes) - 1 for depth in range(len(verified))]
         at += len(step.tokens)
-    result = RunningMean()
-    result.add([guess for step in steps for guess in step.guesses])
+    mean = RunningMean()
+    mean.add([guess for step in steps for guess in step.guesses])
     share, doubt = np.mean(accepted), np.std(accepted) / len(accepted) ** 0.5
-    assert result.mean is not None and result.standard_error is not None
-    assert abs(result.mean - share) <= 4 * doubt + 1e-9, "guesses are accepted as often as alpha says"
-    assert result.standard_error <= doubt + 1e-9, "and alpha is known better than by counting"
+    assert mean.mean is not None and mean.standard_error is not None
+    assert abs(mean.mean - share) <= 4 * doubt + 1e-9, "guesses are accepted as often as alpha says"
+    assert mean.standard_error <= doubt + 1e-9, "and alpha is known better than by counting"
 
 
 def test_greedily_a_guess_is_right_or_wrong() -> None:
@@ -127,10 +127,10 @@ def test_greedily_a_guess_is_right_or_wrong() -> None:
         sampler = Sampler(Sampling(), VOCAB_SIZE, rule.drafting)
         for root in range(VOCAB_SIZE):
             (tree,) = grow(draft_VV, chain(3), torch.tensor([root]), sampler)
-            result = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
-            path = [root, *result.tokens][: len(result.guesses)]
-            assert list(result.guesses) == [float(target_VV[t].argmax() == draft_VV[t].argmax()) for t in path]
-            assert len(result.guesses) == min(3, len(result.tokens))
+            accepted = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
+            path = [root, *accepted.tokens][: len(accepted.guesses)]
+            assert list(accepted.guesses) == [float(target_VV[t].argmax() == draft_VV[t].argmax()) for t in path]
+            assert len(accepted.guesses) == min(3, len(accepted.tokens))
         (tree,) = grow(draft_VV, chain(0), torch.tensor([ROOT]), sampler)
         assert list(rule.verify(tree, target_VV[tree.token_N], sampler, 0).guesses) == []
 
@@ -139,8 +139,8 @@ def test_a_point_mass_has_the_targets_chance_of_its_token() -> None:
     target_VV, _ = pair("bad")
     sampler = Sampler(WARM, VOCAB_SIZE, ChildSampling.WITHOUT_REPLACEMENT)
     tree = TokenTree(chain(1), torch.tensor([ROOT, 3]))
-    result = find_rule("sequoia").verify(tree, target_VV[tree.token_N], sampler, 0)
-    assert list(result.guesses) == pytest.approx([distributions(target_VV, WARM)[ROOT, 3]], rel=1e-5)
+    accepted = find_rule("sequoia").verify(tree, target_VV[tree.token_N], sampler, 0)
+    assert list(accepted.guesses) == pytest.approx([distributions(target_VV, WARM)[ROOT, 3]], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", RATIO_RULES)
@@ -156,7 +156,7 @@ def test_a_guess_beside_drawn_tokens_is_no_part_of_alpha(name: str) -> None:
             tree = graft(
                 drawn, [Guess(at + 1, at, 0, at + 1, 0.9, (TrieCursor(at, ()), guess)) for at, guess in path], 3
             )
-            result = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
-            sizes.add(len(result.nodes))
-            assert len(result.guesses) == 1
+            accepted = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
+            sizes.add(len(accepted.nodes))
+            assert len(accepted.guesses) == 1
     assert max(sizes) > 1, "some walks came to the guess"

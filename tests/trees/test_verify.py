@@ -347,5 +347,5 @@ def test_at_temperature_0_a_child_must_be_nearly_the_likeliest(
     """p(x) >= l max(p), where p is the distribution at temperature 1."""
     rule, last_V = find_rule(name, lenience), [0.0, 0, 0, 9, 0, 0]
     logits_NV = torch.tensor([scores, last_V, last_V, last_V, last_V])
-    result = rule.verify(TREE, logits_NV, Sampler(Sampling(), VOCAB_SIZE, rule.drafting), 7)
-    assert result.tokens == tokens and list(result.guesses) == guesses
+    accepted = rule.verify(TREE, logits_NV, Sampler(Sampling(), VOCAB_SIZE, rule.drafting), 7)
+    assert accepted.tokens == tokens and list(accepted.guesses) == guesses

@@ -246,7 +246,7 @@ def test_parts_are_those_that_transformers_reads(name: str, model_type: str) -> 
     from transformers.utils.chat_parsing import parse_response
 
     family, words = FAMILIES[name], words_of(name)
-    (template,) = [value for types, value in _RESPONSE_TEMPLATE_FALLBACKS.items() if model_type in types]
+    (template,) = [fallback for types, fallback in _RESPONSE_TEMPLATE_FALLBACKS.items() if model_type in types]
     anchors = template["start_anchor"]
     anchor = anchors if isinstance(anchors, str) else anchors[0]
     num_compared = 0
@@ -255,8 +255,8 @@ def test_parts_are_those_that_transformers_reads(name: str, model_type: str) -> 
             continue  # a name that its template has no pattern for
         result = parse_response(text, template, prefix=anchor, tools=TOOLS)
         functions = [call["function"] for call in result.get("tool_calls", [])]
-        messages = (result.get("reasoning_content", ""), result.get("content", ""))
-        assert tuple(map(str.strip, messages)) == (thoughts, content)
+        said = (result.get("reasoning_content", ""), result.get("content", ""))
+        assert tuple(map(str.strip, said)) == (thoughts, content)
         if [(function["name"], function["arguments"]) for function in functions] == calls:
             num_compared += 1
         assert read(words, [segments_of(text, family.special)], family.special) == (thoughts, content, calls)
