@@ -95,7 +95,7 @@ def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
     """Return a checkpoint's folder, the library's model of it, and its MTP layers by the library's own class.
 
     `is_right` by construction: the target says what follows a token by that token alone, as its layers add nothing,
-    and so does the MTP layer, but for a little of what it attends to.
+    and so does the MTP layer, except for a little of what it attends to.
     """
     torch.manual_seed(0)
     name = family.split()[0]

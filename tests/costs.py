@@ -39,7 +39,7 @@ class Cost(NamedTuple):
     num_cases: int
 
     def num_quick(self, luck: float, afforded_s: float) -> int:
-        """Return how many cases fit into these seconds, on average, with this luck in [0, 1)."""
+        """Return the number of cases that fit into these seconds, on average, with this luck in [0, 1)."""
         each_s = self.seconds / self.num_cases
         return int(afforded_s / each_s + luck) if each_s <= _SINGLE_S else 0
 

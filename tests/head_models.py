@@ -55,7 +55,7 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 1) -> dict
 
 
 def layer_shapes(where: str, num_inputs: int, *, has_normed_heads: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of a decoder layer whose attention reads so many numbers."""
+    """Return names and shapes of a decoder layer whose attention reads `num_inputs` numbers."""
     queries, keys = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (queries, num_inputs), "self_attn.k_proj": (keys, num_inputs),

@@ -117,6 +117,6 @@ class InMemory:
 
 
 def in_memory(num_ranks: int, delay: Delay = lambda *_: 0.0, limit_s: float = 30.0) -> list[InMemory]:
-    """The transports of so many ranks."""
+    """The transports of all ranks."""
     hub = _Hub(num_ranks, delay)
     return [InMemory(hub, rank, limit_s) for rank in range(num_ranks)]

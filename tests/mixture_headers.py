@@ -20,7 +20,7 @@ CONFIG: dict[str, Any] = {
 
 
 def mixture(num_dense: int = 0, *, is_stacked: bool = False, **changes: Any) -> Checkpoint:
-    """Layers with attention and routed experts, but for the first `num_dense`, in bfloat16."""
+    """Layers with attention and routed experts, except for the first `num_dense`, in bfloat16."""
     config = {**CONFIG, **changes}
     width, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}

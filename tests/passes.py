@@ -43,7 +43,7 @@ def tree_scores(model: TreeModel, cache: Any, parents: Sequence[int], tokens: Se
 def text_scores(
     model: TreeModel, token_T: Tensor, cuts: Sequence[int] = (), begin: Callable[[int], object] = lambda _: None
 ) -> Tensor:
-    """A text that is taken in by passes of so many rows; `begin` is told of each."""
+    """A text that is taken in by passes of these numbers of rows; `begin` is told of each."""
     cache, parts = model.new_cache(len(token_T)), []
     for part_T in token_T.split([*cuts] or len(token_T)):
         num_rows = len(part_T)

@@ -66,7 +66,7 @@ def only_object(out: str) -> dict[str, Any]:
 
 
 def recited(num_chars: int) -> str:
-    """So many characters of what the looper says."""
+    """The first characters of what the looper says, as many as `num_chars`."""
     return ((SAID + ":") * (num_chars // len(SAID) + 1))[:num_chars]
 
 

@@ -21,7 +21,7 @@ LEAST_GAP = 1e-5
 
 
 def sums(wanted: Tensor, num_terms: int) -> dict[str, float]:
-    """Tolerances of `assert_close` for sums of so many products of which `wanted` is one rounding.
+    """Tolerances of `assert_close` for sums of `num_terms` products of which `wanted` is one rounding.
 
     Each addition may be off by an epsilon of what has been summed so far, which the largest result stands for.
     """

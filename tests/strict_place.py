@@ -108,7 +108,7 @@ class StrictDevice(TorchDispatchMode):
 
 
 def _is_sent(func: Any, operand: Tensor) -> bool:
-    """Return whether an operation sends the operand: a single number of the host is sent by copies alone."""
+    """Return True if an operation sends the operand: a single number of the host is sent by copies alone."""
     return not isinstance(operand, OnCard) and (operand.ndim > 0 or func._schema.name in _COPIES)
 
 

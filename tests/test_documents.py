@@ -77,7 +77,7 @@ def missing_tests(text: str) -> Iterator[str]:
 
 
 def unmerged_lines(text: str) -> list[str]:
-    """Return what a merge that was not finished leaves in a page."""
+    """Return lines that a merge that was not finished leaves in a page."""
     return re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE)
 
 

@@ -76,7 +76,7 @@ def versions(lines: Iterable[str], operator: str, python: str) -> dict[str, str]
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_make_test_floor_installs_every_floor(python: str) -> None:
-    """But for what needs a GPU, or brings data sets along."""
+    """Except for what needs a GPU, or brings data sets along."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"cuda12", "cuda13", "eval"})]

@@ -86,7 +86,7 @@ def save(model: PreTrainedModel, directory: Path, *, max_shard_size: str = "150K
 
 
 def displaced(directory: Path, behind: int, line: int = LINE_BYTES) -> Path:
-    """Return the files, with data that begin so many bytes, a multiple of 8, behind where a line of a cache does."""
+    """Return the files, with data that begin `behind` bytes, a multiple of 8, behind where a line of a cache does."""
     for path in directory.glob("*.safetensors"):
         raw = path.read_bytes()
         size = int.from_bytes(raw[:8], "little")
@@ -107,7 +107,7 @@ def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006
 
 
 def streaming_ram(target: Path, draft: Path | None = None, *, num_slots: int = 3, **options: Any) -> int:
-    """A budget with room for so many slots and no more; without a draft the model is its own."""
+    """A budget with room for these slots and no more; without a draft the model is its own."""
     files = (open_checkpoint(target), open_checkpoint(draft or target))
     usual = {"dtype": "auto", "context": 256, "num_nodes": 9, "experts": "layers"}
     roomy = plan_memory(files, ram=1 << 40, **(usual | options))

@@ -252,7 +252,7 @@ class ClockDevice:
 
 
 def caller(depth: int = 2) -> str:
-    """The place in the program that has called the asking function, or so many calls above."""
+    """The place in the program that has called the asking function, or `depth` calls above."""
     frame = sys._getframe(depth)
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}:{frame.f_lineno}"
 

@@ -151,7 +151,7 @@ def test_names_and_config_are_those_of_the_model(name: str, tmp_path: Path) -> N
 
 
 def test_every_name_of_gguf_is_known() -> None:
-    """All that its own table has for these architectures, but for what only other models have; all are tried here."""
+    """All of the library's table for these architectures, except for other models' names; all are tried here."""
     assert set(ARCH.values()) == set(ARCHITECTURES)
     for arch, architecture in ARCHITECTURES.items():
         keys = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch]  # none where it is newer

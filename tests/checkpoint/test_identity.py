@@ -338,7 +338,7 @@ def test_no_structure_of_an_edit_hides_it(edited: tuple[Checkpoint, Iterator[np.
 
 
 def _doors(saved: ModelIdentity, session: Path) -> dict[str, Callable[[Checkpoint], object]]:
-    """Return what goes on with another run's results, session, weights or profile, or raises `UserError`."""
+    """Return the doors that continue another run's results, session, weights or profile, or raises `UserError`."""
     machine = Machine(cpu="a", num_cores=1, torch="2", dtype="float32", device="cpu")
 
     def results(checkpoint: Checkpoint) -> None:

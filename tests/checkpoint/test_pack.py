@@ -87,7 +87,7 @@ def test_what_is_unpacked_has_the_same_sha256(model: Path, tmp_path: Path) -> No
     report = pack(model, tmp_path / "packed", progress=lambda *how_far: seen.append(how_far))
     assert report.num_files > len(list(model.glob("*.safetensors"))) > 1 and report.num_kept == 0
     before, after = (open_checkpoint(folder).num_bytes for folder in (model, tmp_path / "packed"))
-    assert after < 0.8 * before, "but for headers"
+    assert after < 0.8 * before, "except for headers"
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
     assert unpack(tmp_path / "packed", tmp_path / "back") == tmp_path / "back"
     assert sums(tmp_path / "back") == sums(model)

@@ -77,7 +77,7 @@ finally: print(*{"torch", "transformers", "accelerate", "numba"} & sys.modules.k
 
 
 def test_a_plan_of_a_known_model_imports_no_torch(pair: tuple[str, ...], tmp_path: Path) -> None:
-    """Rows of its prompts go by the rate of products, which is kept; what is damaged is measured anew."""
+    """Rows of its prompts go by the rate of products, which is kept; what is damaged is measured again."""
     flags = ("plan", *pair, "--ram", "32GiB", "--disk-speed", "100GB", "--device", "cpu", "--json")
     first = json.loads(process(*flags).out)  # here the rate is made up, see `same_rate`
     again = process(*flags, python=("-c", IMPORTS_NOTHING_HEAVY), is_cold=True)

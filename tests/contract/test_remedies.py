@@ -1,7 +1,7 @@
 """Every line that says "download again", "mend config.json" or "raise ...": an input that reaches it, which what the
 line says mends.
 
-Lines are found in the source: one that is new needs a row here. A row's input is sound but for one thing; the error
+Lines are found in the source: one that is new needs a row here. A row's input is sound except for one thing; the error
 comes from the function of that row, with its remedy, and without that thing the same act succeeds.
 """
 

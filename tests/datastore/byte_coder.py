@@ -28,7 +28,7 @@ def ignored(*_: object) -> None:
 
 
 def of_small_chunks(patch: pytest.MonkeyPatch, room: int) -> None:
-    """Chunks of so many tokens and separators, whatever memory there is."""
+    """Chunks of this many tokens and separators, whatever memory there is."""
     patch.setattr(building, "chunk_room", lambda *_: room)
 
 

@@ -53,7 +53,7 @@ def own_text(prompt: Sequence[int], end: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds, each drawn anew from [0, 2 x]; `is_random` False takes x itself."""
+    """Seconds, each drawn afresh from [0, 2 x]; `is_random` False takes x itself."""
 
     hop_s: float = 1.0
     run_s: float = 3.0  # of a stage

@@ -117,7 +117,7 @@ def test_damaged_bytes_are_an_order_or_refused(seed: int) -> None:
 
 def test_a_list_that_would_fill_memory_is_refused_before_it_is_made() -> None:
     def begun(num: int) -> bytes:
-        """An order whose list says that so many follow, of which none does."""
+        """An order whose list announces entries, of which none follows."""
         return b"\x92\xa6Accept\xdd" + num.to_bytes(4, "big")
 
     with pytest.raises(MsgspecError, match="length <= 4194304"):

@@ -62,7 +62,7 @@ def test_weights_are_those_that_were_stored(name: str, expansion: Expansion) -> 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_headers_tell_the_shape(name: str) -> None:
-    """But for columns that pad the last word, and for matrices that are stored flattened."""
+    """Except for columns that pad the last word, and for matrices that are stored flattened."""
     stored = RECIPES[name].store(weight_of(shapes_of(name)[0]))
     wanted, tensor = as_stored(name, stored), recognise(stored.tensors, RECIPES[name].config)
     assert tensor.shape in (tuple(wanted.shape), (wanted.numel(),))

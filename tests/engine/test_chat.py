@@ -83,7 +83,7 @@ def test_a_turn_is_that_of_a_fresh_decoder(
 
 
 def test_everything_is_kept_where_the_template_gives_it_back(letters: Path) -> None:
-    """But for the last token, when it was emitted and never computed with."""
+    """Except for the last token, when it was emitted and never computed with."""
     with offload.load(letters, letters, "1GiB", "8x3", context=CONTEXT, threads=1) as decoder:
         chat, held = offload.Chat(decoder, Sampling(seed=2**63 - 1)), 1
         for number in range(3):

@@ -225,7 +225,7 @@ TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer
 
 
 def breaches(value: Any, schema: dict[str, Any], place: str = "$") -> Iterator[str]:
-    """Return what of a value breaks a schema made of the words above."""
+    """Return the parts of a value that break a schema made of the words above."""
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else types
     if types and type(value) not in [TYPES[kind] for kind in types]:

@@ -28,7 +28,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("where", EXAMPLES)
 def test_the_example_runs_as_it_stands(where: str, talker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """But for the two folders and the size of the machine."""
+    """Except for the two folders and the size of the machine."""
     text = EXAMPLES[where].replace("16GiB", "2GiB").replace("8GiB", "2GiB").replace("dynamic:128x20", "dynamic:16x4")
     for name in ("target", "draft"):
         assert f"path/to/{name}" in text

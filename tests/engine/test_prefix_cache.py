@@ -74,7 +74,7 @@ def written(decoder: Decoder, ids: list[int], num_new: int = NUM_NEW, **options:
 
 
 def conversations(number: int, chance: random.Random) -> list[list[tuple[list[int], int]]]:
-    """Prompts with seeds, turn by turn: of a few beginnings, gone on with, edited, cut, begun anew."""
+    """Prompts with seeds, turn by turn: of a few beginnings, continued, edited, cut, started over."""
     systems = [random_ids(size, seed=size) for size in (70, 100, 140)]
     talks = []
     for _ in range(number):

@@ -42,7 +42,7 @@ def texts(folder: Path) -> dict[int, list[int]]:
         generated_1T = theirs.generate(
             torch.tensor([PROMPTS[40]]), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
         )
-    assert generated_1T[0, 40:].tolist() == wanted[40], "transformers reads the text anew as well"
+    assert generated_1T[0, 40:].tolist() == wanted[40], "transformers reads the text again as well"
     return wanted
 
 

@@ -84,7 +84,7 @@ def _arguments() -> argparse.Namespace:
         "--fault", action="append", help="this one alone, such as EIO, 'cut target/config.json', files, SIGINT"
     )
     parser.add_argument(
-        "--at", type=int, help="the so-many-th call alone; so many descriptors or bytes; so many ms after the start"
+        "--at", type=int, help="the number of the call alone; of descriptors or bytes; of ms after the start"
     )
     parser.add_argument(
         "--every", action="store_true", help="every call, not only the first, middle and last from each place"

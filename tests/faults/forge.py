@@ -86,7 +86,7 @@ class Forge:
         visits: Sequence[str],
         port: int,
     ) -> Ended:
-        """As a process of its own, which has to import everything; signals come so many seconds after each other."""
+        """As a process of its own, which has to import everything; signals come that many seconds after each other."""
         command, begun_s, pipe = [sys.executable, "-m", "offload", *map(str, argv)], time.monotonic(), subprocess.PIPE
         environment = {**os.environ, **_SILENT, **self._own(), "PYTHONPATH": str(ROOT)}
         self._told.unlink(missing_ok=True)

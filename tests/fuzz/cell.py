@@ -42,7 +42,7 @@ class Done(NamedTuple):
 
 
 class Cell:
-    """Runs cases, so many at a time, below a folder of its own."""
+    """Runs cases, several at a time, below a folder of its own."""
 
     def __init__(self, scratch: Path, num_jobs: int, limits: Limits = Limits()) -> None:  # noqa: B008
         self._scratch, self._limits = scratch, limits

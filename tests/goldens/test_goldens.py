@@ -1,6 +1,6 @@
 """What users meet of the options is what it was: help, settings, doors, refusals, plans.
 
-`GOLDENS=write pytest -n 0 --full tests/goldens` writes the files anew, after a change that is meant; the diff shows it.
+`GOLDENS=write pytest -n 0 --full tests/goldens` writes the files, after a change that is meant; the diff shows it.
 A refusal is one entry of `errors.json`: the door and what is asked there, and the whole line that is said of it. A new
 one is a new key with any value, written likewise.
 """

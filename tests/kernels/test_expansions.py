@@ -144,7 +144,7 @@ def product(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], dtype: 
 
 
 def are_equal_numbers(got: Tensor, wanted: Tensor) -> bool:
-    """To the bit, but for those of NaN."""
+    """To the bit, except for those of NaN."""
     bits = {2: torch.int16, 4: torch.int32}[got.element_size()]
     got, wanted = (numbers.masked_fill(numbers.isnan(), 7.0).view(bits) for numbers in (got, wanted))
     return torch.equal(got, wanted)
@@ -224,7 +224,7 @@ def parts(words: ExponentWords, top: int) -> tuple[Tensor, ...]:
 @TYPES
 def test_every_pattern_comes_back(stored: torch.dtype, encode, decode, width: int) -> None:
     pattern_N = ALL_PATTERNS.view(stored)
-    for top in (0, 34, 120, 255):  # float16 has exponents up to 31, but for lowest bits that are not zero
+    for top in (0, 34, 120, 255):  # float16 has exponents up to 31, where its lowest bits are zero
         out = torch.empty(65536, dtype=stored)
         decode(*parts(encode(pattern_N, top, width), top), out)
         assert are_equal(out, pattern_N)

@@ -19,7 +19,7 @@ HERE = instructions()
 
 
 def kinds() -> list[Instructions]:
-    """Return what can run here: what other processors have less of."""
+    """Return the instructions that can run here: those that other processors have less of."""
     features = processor_features()
     known = []
     if HERE is not None:

@@ -49,7 +49,7 @@ SHARED_KIB = {"80": 163, "86": 99, "89": 99, "90": 227, "120": 99}
     [pytest.param(capability, marks=pytest.mark.full) for capability in SHARED_KIB if capability != "86"] + ["86"],
 )
 def test_kernels_compile_for_a_gpu(capability: str, tmp_path: Path) -> None:
-    """Each is compiled once for all sizes: a kernel that is compiled anew as the text grows would stall the decoder."""
+    """Each is compiled once for all sizes: one that is compiled again as the text grows would stall the decoder."""
     lines = run_python("tests/compile_kernels.py", capability, tmp_path, environment=bare()).splitlines()
     compiled = [json.loads(line) for line in lines]
     names = {row["kernel"] for row in compiled}

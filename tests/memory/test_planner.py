@@ -307,7 +307,7 @@ def test_rows_of_a_pass_follow_link_disk_and_context() -> None:
 
 
 def exceeds(plan: MemoryPlan) -> bool:
-    """Whether what its rows take, counted anew, is more than the plan has for them."""
+    """Whether what its rows take, counted again, is more than the plan has for them."""
     shape = DENSE if plan.num_experts == 0 and len(plan.layer_bytes) == 80 else MIXTURE
     outer = shape.row_bytes - (shape.inner_row_bytes if plan.gpu_bytes is None else 0)
     pairs = shape.pair_bytes * plan.context

@@ -80,7 +80,7 @@ def test_padded_passes_give_the_same_logits(family: str, tmp_path: Path, monkeyp
 
 
 def test_a_pass_that_is_too_deep_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A walk in a recording has room for so many columns."""
+    """A walk in a recording has room for a fixed number of columns."""
     monkeypatch.setattr(graphed, "_MOST_COLUMNS", 64)
     plain, replayed, calls = models("llama", tmp_path)
     tree_TU = torch.ones(3, 70, dtype=torch.bool).tril(67)

@@ -117,7 +117,7 @@ def assert_one_by_one(folder: Path, cuts: tuple[int, ...] = (9, 15), num_slots: 
 @matrix("cuts", [(24,), (9, 1, 1, 4, 9)], always=[(9, 1, 1, 4, 9)])
 def test_bits_are_those_of_all_experts_at_once(folder: Path, cuts: tuple[int, ...]) -> None:
     wanted = whole_layers(folder, cuts)
-    # transformers' Mamba begins anew where several rows follow a state; MiniMax counts positions anew
+    # transformers' Mamba forgets its state where several rows follow it; MiniMax counts positions from zero
     theirs = (_NUM_ROWS,) if folder.name.rstrip("0123456789") in ("jamba", "minimax") else cuts
     torch.testing.assert_close(wanted, reference(folder, theirs), rtol=1e-4, atol=1e-4)
     for num_slots, ahead_rows in ((2, NEVER), (2, 1), (9, NEVER), (9, 4), (100, 4)):

@@ -58,7 +58,7 @@ def taken_in(model: TreeModel, cut: tuple[int, ...]) -> Tensor:
 
 
 def scattered(num_prefix: int) -> tuple[Topology, list[int], list[int]]:
-    """A tree behind so many tokens with the rest of the text as one of its paths, here and there within the levels."""
+    """A tree behind `num_prefix` tokens with the rest of the text as one of its paths, at any place of its levels."""
     chance = torch.Generator().manual_seed(num_prefix)
     parents, tokens, path, level = [-1], [TEXT[num_prefix]], [0], [0]
     for token in TEXT[num_prefix + 1 : num_prefix + 24]:

@@ -101,7 +101,7 @@ def prompt_of(text: list[int], cache: KVCache) -> BatchPart:
 
 
 def tree_of(text: list[int], num_pending: int, cache: KVCache) -> BatchPart:
-    """A tree behind a text of which so many rows come in the same pass."""
+    """A tree behind a text whose last rows come in the same pass."""
     depth_N = torch.from_numpy(TREE.depth_N.copy()) + len(text)
     position_U = torch.cat([torch.arange(len(text) - num_pending, len(text)), depth_N])
     sees_NU = torch.cat([torch.ones(6, num_pending, dtype=torch.bool), ancestors(TREE)], dim=1)

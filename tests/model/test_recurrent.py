@@ -290,7 +290,7 @@ def test_a_step_that_is_cut_short_leaves_the_committed_state(model: Path) -> Non
 
 
 def assert_goes_on(folder: Path, num_alike: int, num_kept_alike: int, **options: Any) -> None:
-    """Texts that begin as the one before, as turns of a chat do, or edited behind so many tokens."""
+    """Texts that begin as the one before, as turns of a chat do, or edited in the middle."""
     prompt, continuation = random_ids(30), random_ids(9, seed=3)
     with opened(folder, **options) as decoder:
         first = decoder.generate(prompt, max_new_tokens=12).token_ids

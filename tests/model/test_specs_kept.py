@@ -1,4 +1,4 @@
-"""What building a model tells is kept on disk: a second plan builds nothing; what is damaged or old is made anew."""
+"""What building a model tells is kept on disk: a second plan builds nothing; what is damaged or old is made again."""
 
 import json
 from pathlib import Path

@@ -220,7 +220,7 @@ def test_ends_are_allowed_just_where_the_grammar_may_end(grammars: Grammars, tok
     mask, (a, b) = grammars.mask(Grammar("regex", "ab")), ids("ab")
     assert allowed(mask, [(b,), (a, b, END), (a, a, b), (VOCAB_SIZE + 10**6,), (END, END)]) == [EVERY] * 5
     assert allowed(mask, [(a,)]) == [{b}], "what is behind must not stay with the matcher"
-    # A text begins anew.
+    # A text starts over.
     mask, (a, b) = grammars.mask(Grammar("regex", "ab")), ids("ab")
     mask.accept([a])
     assert allowed(mask, [()]) == [{b}]

@@ -30,7 +30,7 @@ SIZES = {"least": (2, 2), "some": (9, 5)}
 
 
 def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slots: int, *tiers: str) -> None:
-    """Plans give pools so many slots, and put the dense parts of layers where these tiers say."""
+    """Plans give pools these numbers of slots, and put the dense parts of layers where these tiers say."""
     place_layers(monkeypatch, *tiers, num_expert_slots=num_slots, num_host_expert_slots=num_host_slots)
 
 

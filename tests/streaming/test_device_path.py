@@ -68,7 +68,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str, **experts: int) -> None:
-    """Plans put layers where these tiers say, in turn; the sizes stay the plan's, but for slots of experts."""
+    """Plans put layers where these tiers say, in turn; the sizes stay the plan's, except for slots of experts."""
     plan_once = planner._plan_once
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:

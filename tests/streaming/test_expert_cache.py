@@ -39,7 +39,7 @@ def need(cache: ExpertCache, blocks: list[int], *, uses: bool = True) -> list[in
 
 
 def passes(cache: ExpertCache, blocks: list[int], times: int) -> int:
-    """How many misses so many passes over these blocks have had."""
+    """How many misses these passes over the blocks have had."""
     misses = 0
     for _ in range(times):
         cache.begin_pass()

@@ -169,7 +169,7 @@ def is_right(device: CudaDevice) -> bool:
 
 
 def test_uploads_are_what_was_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a ring so small that it begins anew many times."""
+    """Through a ring so small that it starts over many times."""
     monkeypatch.setattr(driver, "STAGING_BYTES", 1 << 17)
     with ExitStack() as resources:
         assert place.card.open_uploads(resources) is None

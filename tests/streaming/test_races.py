@@ -194,7 +194,7 @@ RUNS: dict[str, tuple[Run, float]] = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounce buffers and regions that begin anew many times."""
+    """Bounce buffers and regions that start over many times."""
     monkeypatch.setattr(sender, "_BOUNCE_BYTES", 1536)
     monkeypatch.setattr(expert_carrier, "_REGION_BYTES", 3 * 4096)
     monkeypatch.setattr(staging, "_PART_BYTES", 1024)

@@ -145,7 +145,7 @@ def test_small_trees_by_hand() -> None:
         "a single rank has chains alone"
     )
     assert best_first([0.9, 0.01], 5, 3).parent_N.tolist() == [-1, 0, 0, 1, 3], (
-        "where a chain would be best, but for depth"
+        "where a chain would be best if it could be deep enough"
     )
     tree = Topology.from_parents([-1, 0, 0, 1, 2, 2])
     assert tree.rank_N.tolist() == [0, 0, 1, 0, 0, 1]

@@ -60,7 +60,7 @@ def _save_results(folder: Path) -> None:
 
 
 def _save_session(folder: Path) -> None:
-    """Its text is gone on with; where the file is not there, the same command begins anew."""
+    """Its text is gone on with; where the file is not there, the same command starts over."""
     _save(folder)
     begun, path = _go_on(folder), folder / "kept.session"
     kept = path.read_bytes()

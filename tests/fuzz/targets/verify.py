@@ -16,7 +16,7 @@ from shell import Outcome, shell
 
 _KEYS = ("format", "version", "crc32", "files", "x")
 _LATER_S = 1e6  # what was written to after the download is not judged
-_SUMS = ("offload_sums.json", "*.sums.json")  # written anew where a file was written to, but with the same bytes
+_SUMS = ("offload_sums.json", "*.sums.json")  # written again where a file was written to, with the same bytes
 
 
 def _save_noted(folder: Path) -> None:
