@@ -2,20 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mixture_headers import CONFIG
 from shell import process, shell
 from test_device_planner import CONFIGS, PAIRS
 from tiny import FAMILIES, save_pair
-from transformers import AutoConfig
 
 import offload
 from offload.calibration.rates import known_flops_per_s
 from offload.cli.flags import as_flags
-from offload.planning.load_options import LoadOptions
-from offload.reports.estimate import estimate
 from offload.units import format_bytes
 
 LAPTOP = ("--ram", "32GiB", "--disk-speed", "3GB", "--context", "512")
@@ -130,61 +126,10 @@ def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypat
     assert format_bytes(3 << 30) == "3 GiB"
 
 
-SMALL_LAPTOP = ("--ram", "3.2GB", "--disk-speed", "2GB", "--context", "2048")
-
-
 @pytest.fixture(autouse=True)
 def same_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine computes decides how many rows a prompt's pass has, and those take memory from experts."""
     monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e11)
-
-
-def config_of(folder: Path, kind: str, **changes: Any) -> str:
-    """A config.json with transformers' defaults for this kind."""
-    folder.mkdir(exist_ok=True)
-    config = {**AutoConfig.for_model(kind, dtype="bfloat16").to_dict(), **changes}
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    return str(folder / "config.json")
-
-
-def figures(*flags: object) -> dict[str, Any]:
-    outcome = shell("plan", *flags, "--json")
-    assert outcome.code == 0, outcome.err
-    plan: dict[str, Any] = json.loads(outcome.out)
-    return plan
-
-
-@pytest.fixture(scope="module")
-def fine(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A sixth of the layers of Qwen3-30B-A3B, and fewer tokens."""
-    sizes = {"num_hidden_layers": 8, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 32000}
-    return config_of(tmp_path_factory.mktemp("qwen") / "30b", "qwen3_moe", **sizes)
-
-
-def test_a_mixture_keeps_what_is_used_most(fine: str) -> None:
-    got, whole = figures("-m", fine, *SMALL_LAPTOP), figures("-m", fine, *SMALL_LAPTOP, "--experts", "layers")
-    experts = got["experts"]
-    assert (experts["num_experts"], experts["experts_per_token"]) == (8 * 128, 8 * 8)
-    assert experts["expert_slot_bytes"] == pytest.approx(9.44e6, rel=0.01)
-    assert 0.18 < experts["num_kept"] / 1024 < 0.25 and got["tiers"]["disk"]["num_layers"] == 0
-    assert 0.5 < got["expert_hit_share"] < 0.8
-    token_bytes = 8 * 8 * experts["expert_slot_bytes"]
-    assert got["bytes_per_sweep"] == pytest.approx((1 - got["expert_hit_share"]) * token_bytes, rel=0.01)
-    assert got["sweep_s"] == pytest.approx(got["bytes_per_sweep"] / 2e9) and got["sweep_s"] < whole["sweep_s"] / 20
-    assert 0.3 < 6 * got["predictions"][0]["s_per_token"] < 0.8, "0.40 to 0.45 s by traces, with a fifth of all experts"
-    assert "experts" not in whole and whole["predictions"][0]["s_per_token"] == pytest.approx(whole["sweep_s"])
-
-
-def test_a_draft_gets_small_trees_where_rows_are_dear(fine: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000}  # fmt: skip
-    draft = config_of(tmp_path / "06b", "qwen3", **sizes)
-    room: dict[str, Any] = {"gpu_memory": "6GiB", "ram": "8GB", "context": 1024}
-    nodes = {
-        experts: estimate(LoadOptions(fine, draft, experts=experts, **room), hardware="rtx4090").plan.num_nodes
-        for experts in ("demand", "layers")
-    }
-    assert nodes["demand"] <= 16 < nodes["layers"]
 
 
 @pytest.mark.parametrize("experts", ["demand", "layers"])

@@ -1,9 +1,6 @@
-"""Plans for GPUs of data sheets: two budgets, three tiers, and planted mistakes that the checks must find."""
+"""Plans for GPUs of data sheets: two budgets and three tiers, counted again; figures are in `goldens/plans.json`."""
 
-import math
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -120,46 +117,6 @@ def test_both_budgets_add_up_and_tiers_are_what_a_pocket_calculator_says(
     assert ram_gb != 256 or plan.num_layers_in(LayerTier.DISK) == 0
 
 
-def moved(plan: MemoryPlan, source: LayerTier, target: LayerTier, count: int = 1) -> MemoryPlan:
-    tiers = list(plan.tier_L)
-    for _ in range(count):
-        tiers[tiers.index(source)] = target
-    return replace(plan, tier_L=tuple(tiers))
-
-
-MISTAKES: dict[str, tuple[Callable[[MemoryPlan], MemoryPlan], str]] = {
-    "one resident layer too many": (lambda plan: moved(plan, LayerTier.PINNED, LayerTier.RESIDENT), "card overflows"),
-    "one resident layer too few": (lambda plan: moved(plan, LayerTier.RESIDENT, LayerTier.DISK), "room for one more"),
-    "one pinned layer too many": (lambda plan: moved(plan, LayerTier.DISK, LayerTier.PINNED), "host overflows"),
-    "one pinned layer too few": (lambda plan: moved(plan, LayerTier.PINNED, LayerTier.DISK), "host has room"),
-    "a draft that was not counted": (lambda plan: replace(plan, draft_bytes=0), "room for one more"),
-    "a card without a driver": (lambda plan: replace(plan, gpu_runtime_bytes=plan.gpu_runtime_bytes + GB), "overflows"),
-    "embeddings forgotten on the host": (lambda plan: replace(plan, table_bytes=3 * GB), "host overflows"),
-    "one slot": (lambda plan: replace(plan, num_layer_slots=1), "no way in"),
-    "no way from the disk": (lambda plan: replace(plan, num_host_layer_slots=0), "no way through"),
-    "a layer lost": (lambda plan: replace(plan, layer_bytes=plan.layer_bytes[1:], tier_L=plan.tier_L[1:]), "lost"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_planted_mistakes_are_found(mistake: str) -> None:
-    plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
-    plant, words = MISTAKES[mistake]
-    with pytest.raises(AssertionError, match=words):
-        check(plant(plan), SHAPES["Llama-2-70B"])
-
-
-def test_a_card_of_24_gb_holds_the_draft_and_slots_and_a_large_one_everything() -> None:
-    plan = plan_of(PAIRS[0], 24 * GIB, 256 * GB)
-    assert 13.4 * GB < plan.draft_bytes < 15 * GB and 1.7 * GB < plan.layer_slot_bytes < 1.72 * GB
-    assert plan.num_layer_slots == 3 and plan.num_resident <= 2
-    # A model that fits the card needs the host for loading only.
-    plan = plan_of(PAIRS[1], 200 * GB, 64 * GB)
-    check(plan, SHAPES["Llama-3-70B"])
-    assert (plan.num_resident, plan.num_layer_slots, plan.pinned_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
-    assert plan.staging_bytes == NUM_LOADERS * plan.layer_bytes[0] > SHAPES["Llama-3-70B"].head_bytes
-
-
 LEAST = [*((pair, "gpu_memory") for pair in [*PAIRS, ("Llama-2-70B", None)]), (PAIRS[1], "ram")]
 
 
@@ -227,18 +184,6 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
     assert (host.pinned_bytes, host.num_host_layer_slots) == (0, 0)
     assert set(host.tier_L) == {LayerTier.RESIDENT, LayerTier.DISK}
     assert host.total_bytes == host.fixed_bytes + host.resident_bytes + host.num_layer_slots * host.layer_slot_bytes
-
-
-PARAMETERS = {"Llama-2-70B": 68_976_648_192, "Llama-2-7B": 6_738_415_616, "Llama-3-70B": 70_553_706_496,
-              "Llama-3-8B": 8_030_261_248, "Qwen2.5-72B": 72_706_203_648, "Qwen2.5-7B": 7_615_616_512}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_alone_tells_the_number_of_parameters(name: str) -> None:
-    """As published with the weights."""
-    tensors = checkpoint_of_config(CONFIGS[name], NOWHERE).tensors
-    assert sum(math.prod(entry.shape) for entry in tensors.values()) == PARAMETERS[name]
-    assert SHAPES[name].num_weights == PARAMETERS[name] - CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
 
 
 @pytest.mark.parametrize(("key", "value", "words"), [
