@@ -14,7 +14,7 @@ from fake_device import FakeDevice
 from plans import plan_memory
 from rounding import Promise, assert_same_bits
 from stored import Make, gguf, packed, plain, quantised
-from test_device_expert_path import place_experts
+from test_device_experts import place_experts
 from test_device_path import BUDGETS, TIERS, device, place_layers
 from test_tiny import prompts
 from tiny import LINE_BYTES, displaced

@@ -18,9 +18,7 @@ from clock_graphs import ClockCard, ClockPaper
 from paper_cuda import draft_on_card
 from strict_place import OnCard, StrictDevice, place
 from test_cuda_graphs import passes
-from test_device_expert_path import SIZES as POOLS
-from test_device_expert_path import place_experts
-from test_device_experts import NUM_EXPERTS, RECORDS, SIZES, chosen
+from test_device_experts import NUM_EXPERTS, POOLS, RECORDS, SIZES, chosen, place_experts
 from test_device_layers import LAYOUTS, LEAD_BYTES, NUM_LAYERS, TIERS
 from test_device_path import BUDGETS, pair_of, place_layers
 from test_device_path import TIERS as PLACED

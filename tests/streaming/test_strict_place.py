@@ -18,7 +18,7 @@ from matrix import matrix
 from passes import with_weights
 from plans import model_shape
 from strict_place import OnCard, StrictDevice, attend_on_card, place
-from test_device_expert_path import place_experts
+from test_device_experts import place_experts
 from test_device_path import BUDGETS, TIERS, device, pair_of, place_layers
 from test_families import config_of, tiny_model
 from test_path_rows import CLOSE, logits_of_two_trees
