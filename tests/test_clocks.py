@@ -29,7 +29,7 @@ TOLD = {
     ("offload/engine/block_folder.py", "time"): "scratch files of programs that have ended; a jump costs one block",
     ("offload/engine/block_folder.py", "st_mtime"): "the same",
     ("offload/engine/block_folder.py", "st_mtime_ns"): "which block was used longest ago; a jump evicts another one",
-    ("offload/reports/windows.py", "now"): "when a profile was written, for people",
+    ("offload/reports/measured_profile.py", "now"): "when a profile was written, for people",
     ("offload/checkpoint/files.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",
     ("offload/checkpoint/whole.py", "st_mtime"): "beside what the hub's library has noted, as it does itself",
     ("bench/harness/record.py", "now"): "when a figure was taken, for people",

@@ -14,6 +14,7 @@ from offload.options import ModelChoice, ModelOptions, OutputOptions, TuneOption
 from offload.sampling_options import Sampling
 
 if TYPE_CHECKING:
+    from offload.planning.acceptance import DynamicYield
     from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
 
@@ -70,9 +71,6 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     identity = tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
     ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
-    traced = "the product form"
-    if tuned.follows_traces:
-        traced = f"the traces, smoothed by {tuned.smoothing:g}"
     sampling = (
         f"temperature {identity.temperature:g}, top-p {identity.top_p:g}, top-k {identity.top_k}"
     )
@@ -80,15 +78,20 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
         [
             f"rule {identity.rule}, {sampling}",
             f"acceptance by rank, {tuned.num_tokens} tokens that the target wrote:",
-            f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
+            f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}",
+            *map(_yield_line, tuned.dynamic_yields),
             _curve_line("pass, computing alone (s)", costs.compute_s),
             _curve_line("one draft step (s)", costs.draft_step_s),
-            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; at most {tuned.num_threads} compute threads; "
-            f"overlap penalty between link and computing {costs.overlap_penalty:g}",
+            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; at most {tuned.num_threads} compute threads",
             "trees that --tree auto would choose from here:",
             *candidate_rows(candidates[:_TREES_SHOWN]),
         ]
     )
+
+
+def _yield_line(counted: "DynamicYield") -> str:
+    tree = f"dynamic:{counted.num_nodes}x{counted.depth}"
+    return f"{tree}: {counted.tokens_per_sweep:.2f} tokens per pass, in {counted.num_sweeps} passes"
 
 
 def _curve_line(label: str, curve: "Curve") -> str:

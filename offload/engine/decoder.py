@@ -280,9 +280,9 @@ class Decoder(TokenDecoder):
             self.num_score_passes += is_stepped
             return is_stepped
 
-    def tree_choice(self, sampling: Sampling) -> TreeChoice:
+    def tree_choice(self, sampling: Sampling, tree: str | None = None) -> TreeChoice:
         """Return the tree that a run with these settings gets, and why."""
-        return self._trees.for_run(sampling, self.rule.name)
+        return self.trees.for_run(sampling, self.rule.name, tree)
 
     def save_session(
         self,
@@ -333,14 +333,14 @@ class Decoder(TokenDecoder):
     def _tree_of(self, request: Request, num_texts: int = 1) -> TreeChoice:
         """Return the tree of a request if this many texts share a pass. Raises `UserError`."""
         rule = self._rule_of(request).name
-        return self._trees.for_run(request.sampling, rule, request.tree, num_texts)
+        return self.trees.for_run(request.sampling, rule, request.tree, num_texts)
 
     def _rule_of(self, request: Request) -> Rule:
         return self.rule if request.rule is None else self._other_rule(request.rule)
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name, self.rule.lenience)
-        has_drawn = self._trees.is_ranked and rule.drafting.keeps_distributions
+        has_drawn = self.trees.is_ranked and rule.drafting.keeps_distributions
         if has_drawn and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
                 f"`rule` {name} keeps the draft's distributions, memory was planned without them for "

@@ -106,6 +106,13 @@ class TreeSelector:
             self._known[key] = choice, self._num_learnt
         return choice
 
+    def observed_costs(self) -> Costs:
+        """Return the costs of a lone text's step, as all passes so far have corrected them."""
+        traffic = self.room.traffic_at(1, self._knowledge)
+        costs = self._knowledge.costs
+        assert traffic is not None and costs is not None, "they were timed at start"
+        return self._knowledge.passes.costs(costs, 1, traffic.slots_bytes)
+
     def ahead_rows(self) -> int:
         """Return the least rows for which a sweep should prefetch all experts, see `Traffic`."""
         traffic = self.room.traffic_at(self.room.max_nodes, self._knowledge)
@@ -175,8 +182,8 @@ class RunTrees(NamedTuple):
         threads: ThreadPolicy,
         choice: KernelChoice,
     ) -> "RunTrees":
-        """Return these with the link and the costs of a step, where the tree is to be chosen."""
-        if not self.setup.tree.is_chosen:
+        """Return these with the link and the costs of a step, where a choice needs them."""
+        if not (self.setup.tree.is_chosen or self.setup.is_timed):
             return self
         known = replace(self.known, link=self.setup.startup_link(self.most_nodes))
         known = calibrate(

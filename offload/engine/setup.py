@@ -47,6 +47,7 @@ class Setup:
     assumed: Assumptions | None = None  # an assumed machine; None for this one
     open_source: OpenSource = DiskReader
     hooks: Hooks = NO_HOOKS
+    is_timed: bool = False  # steps are timed at start even where the tree is named
 
     @property
     def dtype(self) -> str:

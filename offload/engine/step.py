@@ -97,7 +97,8 @@ class StepResult(NamedTuple):
         tokens = [len(accepted.tokens) for _, _, accepted in seen if accepted is not None]
         link = (self.moved.stall_s, self.moved.num_bytes, self.moved.reading_s)
         times = (self.draft_s, self.sweep_s, *link)
-        return ObservedPass(shapes, nodes, tokens, *times, self.draft_widths)
+        verify_s = sum(each.verify_s for each in self.texts)
+        return ObservedPass(shapes, nodes, tokens, *times, self.draft_widths, verify_s)
 
 
 Listener = Callable[[StepResult], None]

@@ -53,7 +53,7 @@ class TokenDecoder:
         notes: list[str],
     ) -> None:
         self.plan = config.plan
-        self._trees = config.trees
+        self.trees = config.trees
         self.rule = find_rule(config.rule, config.lenience)
         self.threads = config.threads
         self._kernels = config.choice.kernels
@@ -89,7 +89,7 @@ class TokenDecoder:
         compute_in = self._waiting.compute_in
         # a decoder of one text takes in all of a prompt, by as many sweeps as that needs
         prompt_rows = self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
-        listeners = (count_step, learning(self.threads, self._trees.observe))
+        listeners = (count_step, learning(self.threads, self.trees.observe))
         self._speculation = SpeculationStep(
             target, drafter, self.threads, compute_in, prompt_rows, self._pool.keep, listeners
         )
@@ -132,7 +132,7 @@ class TokenDecoder:
             masks = [] if grammar is None else [self._grammars.mask(grammar)]
             drawing = (rule.drafting, self._kernels, self.target.send)
             begun = with_start(whole_numbers(tokens), self._start_ids)
-            is_ranked = self._trees.is_ranked
+            is_ranked = self.trees.is_ranked
             # what an encoder reads is no text
             said = begun[begun.index(self._start_ids[0]) :] if self._start_ids else begun
             earlier, later = self._rules.adjustments(len(said), limits.max_new_tokens)

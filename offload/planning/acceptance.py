@@ -1,30 +1,26 @@
-"""Accepted ranks at every position of a text, and what follows: tokens per sweep of any tree.
+"""How often a draft's candidates come true: measured, counted for dynamic trees, or assumed.
 
-A trace holds, for every position of a text, the rank of the emitted token among the draft's
-candidates, or -1. Decoding walks down the tree along these ranks until one is missing; the next
-sweep starts behind that token. So the walk can be repeated for any static tree without a model.
-Sequoia's product form (2402.12374, section 3.1) assumes that all positions are alike.
+`measured_acceptance` is Sequoia's acceptance vector (2402.12374, section 3.1): the share of positions
+at which the target accepts the draft's candidate of rank k. All positions count as alike, so the
+tokens of a pass follow for every static tree.
 
-A dynamic tree has another shape in every step, so it is grown again along a text that the target
-has written: draft steps, no sweep. That is done for a few bounds. Between them the gain over the
-static tree of the same bounds is interpolated, because it changes more slowly than the yield;
-beyond them it stays at its last value.
+A dynamic tree has another shape in every step. Its tokens per pass are counted for a few bounds;
+between them the gain over the static tree of the same bounds is interpolated, because it changes more
+slowly than the yield, and beyond them it stays at its last value.
 
-`AcceptancePrior` is what is assumed where this pair was not measured. A small draft gets the
-default acceptance. A self draft is right far more often; its figures were measured on the packaged
-pair's target: ranks of its argmax on Python source (3000 positions), and tokens per sweep of
-dynamic trees at temperature 0.7, 3 texts of 220 tokens (`offload generate --draft self:int4 --tree
+`AcceptancePrior` is what is assumed where a pair was not measured. A small draft gets the default
+acceptance. A copy of the target is right far more often; its figures were measured on the packaged
+pair's target: ranks of its argmax on Python source (3000 positions), and tokens per pass of dynamic
+trees at temperature 0.7, 3 texts of 220 tokens (`offload generate --draft self:int4 --tree
 dynamic:NxD`). At temperature 0 that target repeats itself, which flatters every draft, so those
-figures are left out. At 8 bits all but 19 positions had rank 0 and these rank 1; at 4 bits a tail
-is assumed from rank 6 on. Another target's self draft may be better or worse: `offload tune`
-measures it.
+figures are left out. At 8 bits all but 19 positions had rank 0 and these rank 1; at 4 bits a tail is
+assumed from rank 6 on. Another target's copy may be better or worse: `offload tune` measures it.
 
-No model, no torch, no clock. K ranks, N nodes in the order in which they were found.
+No model, no torch, no clock. K ranks, W windows of text, B bounds of trees.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
@@ -33,117 +29,39 @@ from msgspec import Meta
 
 from offload.checkpoint.checkpoint import ModelFiles
 from offload.trees.spec import MAX_TREE_NODES
-from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Floats, Topology
+from offload.trees.topology import DEFAULT_ACCEPTANCE, Floats
 
-Trace = Sequence[int]
-NUM_RANKS = 32  # candidates that a trace looks at
-NUM_FOLDS = 4
-PRODUCT_FORM = 1e9  # a smoothing beside which no trace counts
-# the bounds within which dynamic trees are grown again
-COUNTED_SIZES = (16, 64, 256)
-COUNTED_DEPTHS = (8, 24)
-# of a self draft: assumed, as the tail of the default acceptance is
+NUM_RANKS = 32  # candidates of a position that are looked at
+# nodes and depths of the trees whose tokens per pass are counted
+_COUNTED_SIZES = (16, 64, 256)
+_COUNTED_DEPTHS = (8, 24)
+# of a copy: assumed, as the tail of the default acceptance is
 _TAIL = tuple(round(0.0001 * (6 / k) ** 3.5, 7) for k in range(7, 33))
 _NEVER = (0.0,) * 30  # ranks that none of 3000 positions had
 
 
-def walk(
-    children: Sequence[Mapping[int, int]], place: Sequence[int], num_nodes: int, trace: Trace
-) -> list[int]:
-    """Return the new tokens of every sweep of a run that emits this text.
-
-    The end of the text cuts the last one. The tree has the nodes whose place is below `num_nodes`;
-    `children` are by rank.
-    """
-    yields = list[int]()
-    node = 0
-    num_accepted = 0
-    for rank in trace:
-        num_accepted += 1
-        child = children[node].get(rank)
-        if child is not None and place[child] < num_nodes:
-            node = child
-        else:
-            yields.append(num_accepted)
-            node = num_accepted = 0
-    return [*yields, num_accepted] if num_accepted else yields
-
-
-def bursts(topology: Topology, trace: Trace) -> list[int]:
-    """Return the new tokens of every sweep of a run that emits this text with one tree."""
-    first = 1 + np.cumsum([0, *topology.num_children_N])  # siblings are consecutive
-    children = [dict(enumerate(range(lo, hi))) for lo, hi in pairwise(first.tolist())]
-    return walk(children, range(topology.num_nodes), topology.num_nodes, trace)
-
-
-def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
-    """Return the tokens per sweep of one tree; all traces count as one text, cut once."""
-    yields = bursts(topology, [rank for trace in traces for rank in trace])
-    return sum(yields) / len(yields) if yields else 1.0
-
-
-def measured_acceptance(traces: Sequence[Trace]) -> tuple[Floats, Floats]:
-    """Return the frequency of every rank, `p_K`, and the standard error of each entry.
+def measured_acceptance(ranks_W: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
+    """Return the share of positions with each rank, (K,), and the standard error of each share.
 
     The error is that between windows, since positions of one window resemble each other; with one
     window it is binomial.
+
+    Args:
+        ranks_W: of each window, the accepted rank at every position; -1 where none was accepted.
     """
     count_WK = np.array(
-        [np.bincount([r for r in t if r >= 0], minlength=NUM_RANKS) for t in traces]
+        [
+            np.bincount([rank for rank in ranks if rank >= 0], minlength=NUM_RANKS)
+            for ranks in ranks_W
+        ]
     )
-    size_W = np.array([len(trace) for trace in traces])
+    size_W = np.array([len(ranks) for ranks in ranks_W])
     p_K = count_WK.sum(0) / size_W.sum()
-    num_windows = len(traces)
+    num_windows = len(ranks_W)
     if num_windows == 1:
         return p_K, np.sqrt(p_K * (1 - p_K) / size_W.sum())
     excess_WK = count_WK - size_W[:, None] * p_K  # of a ratio of sums
     return p_K, np.sqrt(num_windows / (num_windows - 1) * (excess_WK**2).sum(0)) / size_W.sum()
-
-
-class RankTrie:
-    """How often every path of ranks was taken, from any position of the traces.
-
-    `p_K` is the chance of a rank after a path that was never taken; after any other it counts as
-    `smoothing` observations.
-    """
-
-    def __init__(
-        self, traces: Iterable[Trace], max_depth: int, p_K: Floats, smoothing: float = 1.0
-    ) -> None:
-        self._p = p_K.tolist()
-        self._smoothing = smoothing
-        self.children: list[dict[int, int]] = [{}]  # rank -> node; node 0 is the empty path
-        self.num_taken: list[int] = [0]
-        # how often the path was taken and the text went on after it
-        self.num_continued: list[int] = [0]
-        for trace in traces:
-            for start in range(len(trace)):
-                self._add(trace[start : start + max_depth])
-
-    def follow(self, node: int | None, rank: int) -> tuple[float, int | None] | None:
-        """Return the chance that `rank` comes next, and its node; None for ranks beyond `p_K`."""
-        if rank >= len(self._p) or node is None:
-            return (self._p[rank], None) if rank < len(self._p) else None
-        child = self.children[node].get(rank)
-        num_taken = 0 if child is None else self.num_taken[child]
-        prior_weight = self._smoothing
-        return (num_taken + prior_weight * self._p[rank]) / (
-            self.num_continued[node] + prior_weight
-        ), child
-
-    def _add(self, path: Trace) -> None:
-        node = 0
-        for rank in path:
-            self.num_continued[node] += 1
-            if rank < 0:
-                return
-            if rank not in self.children[node]:
-                self.children[node][rank] = len(self.children)
-                self.children.append({})
-                self.num_taken.append(0)
-                self.num_continued.append(0)
-            node = self.children[node][rank]
-            self.num_taken[node] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,27 +74,30 @@ class DynamicYield:
     num_sweeps: int  # that were counted
 
 
-def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
-    """Return the bounds to grow trees in again, with at most `max_nodes` nodes."""
-    largest = [max_nodes] if max_nodes > 1 else []
-    sizes = [size for size in COUNTED_SIZES if size <= max_nodes] or largest
-    shapes = (
-        DynamicShape(size, min(depth, size - 1)) for size in sizes for depth in COUNTED_DEPTHS
-    )
-    return tuple(dict.fromkeys(shapes))
+def bounds_to_count(most_nodes: int) -> tuple[tuple[int, int], ...]:
+    """Return nodes and depth of the trees whose yield is counted, of at most `most_nodes` nodes."""
+    largest = [most_nodes] if most_nodes > 1 else []
+    sizes = [size for size in _COUNTED_SIZES if size <= most_nodes] or largest
+    bounds = ((size, min(depth, size - 1)) for size in sizes for depth in _COUNTED_DEPTHS)
+    return tuple(dict.fromkeys(bounds))
 
 
 def yields_of(
-    bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]
+    bounds: Sequence[tuple[int, int]], tokens_WB: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[DynamicYield, ...]:
-    """Return the tokens per sweep within each of the bounds; `bursts_WB` has them by window."""
-    counts_B = [
-        [count for window in bursts_WB for count in window[index]] for index in range(len(bounds))
+    """Return the mean tokens per pass within each of the bounds; bounds without a pass are left out.
+
+    Args:
+        bounds: nodes and depth.
+        tokens_WB: tokens of every pass, by window and bounds.
+    """
+    tokens_B = [
+        [num for window in tokens_WB for num in window[index]] for index in range(len(bounds))
     ]
     return tuple(
-        DynamicYield(shape.num_nodes, shape.depth, fmean(counts), len(counts))
-        for shape, counts in zip(bounds, counts_B, strict=True)
-        if counts
+        DynamicYield(*size, fmean(tokens), len(tokens))
+        for size, tokens in zip(bounds, tokens_B, strict=True)
+        if tokens
     )
 
 
@@ -206,8 +127,6 @@ class AcceptancePrior(NamedTuple):
     dynamic_yields: tuple[DynamicYield, ...]
     source: str  # in words
     is_copy: bool = False
-    traces: tuple[tuple[int, ...], ...] = ()
-    smoothing: float = 1.0
 
 
 SMALL = AcceptancePrior(DEFAULT_ACCEPTANCE, (), "default acceptance")

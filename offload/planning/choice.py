@@ -10,6 +10,7 @@ and an explicit choice is never changed.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from offload.checkpoint.checkpoint import ModelFiles
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.planning.acceptance import AcceptancePrior
+from offload.planning.acceptance import AcceptancePrior, DynamicYield
 from offload.planning.cost_model import (
     Costs,
     Prediction,
@@ -245,8 +246,8 @@ def _best(knowledge: Knowledge, costs: Costs, request: TreeRequest, most: int) -
     why = knowledge.basis
     if isinstance(best.shape, DynamicShape):
         counted = sum(shape.num_sweeps for shape in trees.counted)
-        repeated = f", growth repeated for {counted} passes"
-        why += repeated if counted else ", as if static: dynamic trees yield more"
+        tuned = f", its dynamic trees in {counted} passes"
+        why += tuned if counted else ", as if static: dynamic trees yield more"
     return TreeChoice(
         best.shape,
         why,
@@ -329,16 +330,35 @@ def _trees(
     measured = knowledge.acceptance
     p_K = isotonic(measured.acceptance)  # far ranks are noisy
     counted = measured.dynamic_yields
-    if knowledge.profile is None and request.is_dynamic and not counted:
-        p_K = knowledge.passes.corrected_acceptance(p_K, _expected)
-    law = tuple(p_K.tolist())
-    return known_trees(law, measured.traces, measured.smoothing, max_nodes, max_depth, counted)
+    if knowledge.profile is None and request.is_dynamic:
+        expected = partial(_expected, p_K, counted)
+        p_K = knowledge.passes.corrected_acceptance(p_K, expected)
+        counted = tuple(
+            replace(known, tokens_per_sweep=max(1.0, expected(p_K, known.num_nodes, known.depth)))
+            for known in counted
+        )
+    return known_trees(tuple(p_K.tolist()), max_nodes, max_depth, counted)
 
 
-def _expected(p_K: Floats, num_nodes: int, depth: int) -> float:
-    """Return the tokens of a tree by the product form."""
-    trees = known_trees(tuple(p_K.tolist()), max_nodes=max(_FEW_NODES, num_nodes))
-    return trees.expected(num_nodes, depth)
+def _expected(
+    assumed_K: Floats,
+    counted: tuple[DynamicYield, ...],
+    p_K: Floats,
+    num_nodes: int,
+    depth: int,
+) -> float:
+    """Return the tokens of a pass with a dynamic tree if the acceptance is `p_K`.
+
+    Its gain over a static tree stays what it was with the assumed acceptance, where that was
+    `counted`.
+    """
+    # few sizes are ordered, since trees of many sizes are run
+    most = next(size for size in SIZES if size >= max(_FEW_NODES, min(num_nodes, SIZES[-1])))
+    tokens = known_trees(tuple(p_K.tolist()), max_nodes=most).expected(num_nodes, depth)
+    if not counted:
+        return tokens
+    usual = known_trees(tuple(assumed_K.tolist()), max_nodes=most, counted=counted)
+    return tokens * usual.expected_dynamic(num_nodes, depth) / usual.expected(num_nodes, depth)
 
 
 def predict(

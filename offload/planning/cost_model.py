@@ -1,10 +1,8 @@
 """The seconds of a decoding step with any tree, from curves that were measured or derived.
 
-A sweep takes at least as long as its slower side: computing, which grows with the tree, or the
-link, which does not and fills the free slots while drafting goes on. Full slots wait, though, for
-the first layer to be computed, and computing waits for the last one to arrive: these ends hide
-behind nothing. Where both sides take about as long, the sweep takes longer than either, because
-slots are few and readers share the processor with computing; `overlap_penalty` says by how much.
+A sweep takes as long as its slower side: computing, which grows with the tree, or the link, which
+does not and fills the free slots while drafting goes on. Full slots wait, though, for the first
+layer to be computed, and computing waits for the last one to arrive: these ends hide behind nothing.
 Experts that a sweep reads on demand come only once a router has asked for them, and computing waits
 for most of their bytes.
 
@@ -30,7 +28,6 @@ from offload.planning.hardware import Hardware
 from offload.trees.topology import PACES, DynamicShape, Shape
 
 Limit = Literal["link", "disk", "compute", "draft"]
-_PENALTIES = tuple(index / 100 for index in range(101))
 # The time of a draft step beside its weights, its kernels and the host's growing of the tree: masks
 # and positions are sent, children ranked and drawn, some 60 launches around a recorded pass, and
 # the host waits twice. Estimated at 1 to 2 ms.
@@ -117,7 +114,6 @@ class Costs:
     draft_step_s: Curve  # a draft step against its rows
     verify_s: Annotated[float, Meta(ge=0, le=_FINITE)]  # of one step
     link_bytes_per_s: Positive
-    overlap_penalty: Annotated[float, Meta(ge=0, le=1)] = 0.0  # see `overlapped_s`
     # The other terms are for data sheets; measured curves include them.
     grow_s: Curve = NOTHING  # the host's part of a dynamic tree's draft step, against its nodes
     host_s: Curve = NOTHING  # what the host does in a step while nothing computes, against rows
@@ -193,7 +189,6 @@ class StepTime(NamedTuple):
     compute_s: float
     link_s: float  # what the link still needs when the sweep begins
     verify_s: float
-    overlap_penalty: float = 0.0
     is_disk_slower: bool = False  # than the link to the GPU
     asked_s: float = 0.0  # part of `link_s`: experts that routers have to ask for
     host_s: float = 0.0  # before the sweep, and between chunks of logits
@@ -203,7 +198,7 @@ class StepTime(NamedTuple):
     def sweep_s(self) -> float:
         unasked_s = self.link_s - self.asked_s
         unasked_s += self.ends_s if unasked_s > 0 else 0.0
-        dense_s = overlapped_s(self.compute_s, unasked_s, self.overlap_penalty)
+        dense_s = max(self.compute_s, unasked_s)
         return overlapped_s(dense_s, self.asked_s, WAITING_PENALTY)
 
     @property
@@ -254,7 +249,7 @@ def _possible_sweeps(
     """Return the possible sweeps: one, or two with experts, whose bytes no drafting hides."""
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
     compute_s = costs.compute_s.at(num_rows)
-    fixed = (costs.verify_s, costs.overlap_penalty, traffic.is_disk_slower)
+    fixed = (costs.verify_s, traffic.is_disk_slower)
     if traffic.experts is None:
         return [StepTime(0.0, compute_s, link_s, *fixed, ends_s=costs.ends_share * compute_s)]
     asked_s = traffic.experts.bytes_at(num_rows) / (DEMAND_RATE * costs.link_bytes_per_s)
@@ -302,18 +297,6 @@ def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
     return longer_s * (1 + (min(one_s, other_s) / longer_s) ** (1 / penalty)) ** penalty
 
 
-def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
-    """Fit the penalty to seconds of computing, of the link, and of both, by relative errors."""
-
-    def error(penalty: float) -> float:
-        return sum(
-            (overlapped_s(one_s, other_s, penalty) / both_s - 1) ** 2
-            for one_s, other_s, both_s in seen
-        )
-
-    return min(_PENALTIES, key=error)
-
-
 class Prediction(NamedTuple):
     """The expected cost of decoding with one tree."""
 
@@ -346,7 +329,6 @@ class Prediction(NamedTuple):
             **{name: getattr(self, name) for name in shown},
             **{name: getattr(self.step, name) for name in terms},
             "tokens_per_sweep_range": self.tokens_range,
-            "friction": self.step.overlap_penalty,  # the first name of the key, kept for readers
             "step_s": self.step.total_s,
         }
 

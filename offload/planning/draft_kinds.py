@@ -91,15 +91,20 @@ class DraftSpec(NamedTuple):
                 stores.append(path)
             elif part != _LOOKUP:
                 drafts.append(part)
-        rule = "`draft` joins one draft, or a copy and one below it, with lookup and one store:PATH"
+        requirement = (
+            "`draft` joins one draft, or a copy and one below it, with lookup and one store:PATH"
+        )
         kinds = [kind_of(draft)[0] for draft in drafts]
         are_tiers = kinds[:1] == [OWN] and AUTO not in kinds
         are_tiers = are_tiers and all(KINDS[kind].is_scout for kind in kinds[1:])
         for named, most in ((drafts, 2 if are_tiers else 1), (stores, 1)):
             require(
-                len(named) <= most, rule, " and ".join(named), "leave out those that are too many"
+                len(named) <= most,
+                requirement,
+                " and ".join(named),
+                "leave out those that are too many",
             )
-        require("" not in drafts, rule, repr(whole), "name each, such as mtp+lookup")
+        require("" not in drafts, requirement, repr(whole), "name each, such as mtp+lookup")
         return cls("+".join(drafts) or None, _LOOKUP in parts, next(iter(stores), None))
 
 
@@ -145,9 +150,11 @@ def files_of(
         made = files_of(headers[:1], copy, draft_dtype, ranks).draft
         below = files_of(headers, scout, None, ranks).draft
         assert made is not None and below is not None, "both are named"
-        rule = "a model that guesses below a copy reads tokens alone, or is mtp"
+        requirement = "a model that guesses below a copy reads tokens alone, or is mtp"
         is_scout = KINDS[below.draft_kind].is_scout
-        require(is_scout, rule, f"{below.name}, {below.draft_kind}", f"name it alone, {scout}")
+        require(
+            is_scout, requirement, f"{below.name}, {below.draft_kind}", f"name it alone, {scout}"
+        )
         return ModelFiles(target, replace(made, scout=below))
     name, value = kind_of(draft)
     if len(headers) > 1 and name == MODEL:
@@ -159,8 +166,8 @@ def files_of(
     if kind.of_target is not None:
         made = held_draft(kind.of_target(target, value), draft_dtype)
     elif len(headers) > 1 and name != MODEL:
-        rule = f"`draft_dtype` does not go with a head, which {draft} is"
-        require(draft_dtype is None, rule, f"{draft_dtype}", "leave it out")
+        requirement = f"`draft_dtype` does not go with a head, which {draft} is"
+        require(draft_dtype is None, requirement, f"{draft_dtype}", "leave it out")
         made = kind.adapt(target, headers[1])
     elif len(headers) > 1:
         made = kind.adapt(target, held_draft(headers[1], draft_dtype))
@@ -185,5 +192,5 @@ def check_draft(draft: PathLike | None, ranks: str | None) -> None:
 
 def _check_ranks(draft: PathLike, name: str, ranks: str | None) -> None:
     if ranks is not None and not KINDS[name].works_in_ranks:
-        rule = f"`draft` {draft} works in one process alone"
-        raise UserError(f"{rule}, got `ranks` {ranks}: name a small draft")
+        requirement = f"`draft` {draft} works in one process alone"
+        raise UserError(f"{requirement}, got `ranks` {ranks}: name a small draft")

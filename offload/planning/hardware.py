@@ -49,16 +49,16 @@ class Hardware:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "name" and value is not None:
-                rule = f"{self.name}: {field.name} must be above 0 and at most {_MOST:.0e}"
-                require(0 < value <= _MOST, rule, f"{value!s:.40}", "fix it")
+                requirement = f"{self.name}: {field.name} must be above 0 and at most {_MOST:.0e}"
+                require(0 < value <= _MOST, requirement, f"{value!s:.40}", "fix it")
                 is_share = field.name.endswith("_share")
-                rule = f"{self.name}: {field.name} must be at most 1"
-                require(not is_share or value <= 1, rule, value, "fix it")
+                requirement = f"{self.name}: {field.name} must be at most 1"
+                require(not is_share or value <= 1, requirement, value, "fix it")
         groups = [("memory_bytes_per_s", "flops_per_s"), ("gpu_bytes", "link_bytes_per_s")]
         for group in [groups[0] + groups[1]] if self.gpu_bytes else groups:
             missing = [name for name in group if getattr(self, name) is None]
-            rule = f"{self.name}: a machine needs {', '.join(missing)} as well"
-            require(len(missing) in (0, len(group)), rule, "none", "add it")
+            requirement = f"{self.name}: a machine needs {', '.join(missing)} as well"
+            require(len(missing) in (0, len(group)), requirement, "none", "add it")
 
     @property
     def feed_bytes_per_s(self) -> float:
@@ -144,8 +144,8 @@ def read_hardware(path: Path) -> Hardware:
 def require_known(values: Mapping[str, Any], known: Sequence[str], subject: str) -> None:
     """Raise `UserError` for an unknown key: a misspelt one would silently mean a default."""
     other = next((key for key in values if key not in known), None)
-    rule = f"{subject} has the keys {', '.join(known)}"
-    require(other is None, rule, f"{other!r:.60}", "fix it")
+    requirement = f"{subject} has the keys {', '.join(known)}"
+    require(other is None, requirement, f"{other!r:.60}", "fix it")
 
 
 def field_value(field: str, value: Any, label: str) -> Any:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from offload.sampling_options import Sampling
 from offload.trees.topology import Floats, Shape
 
 _MOST_SEEN = 48  # passes kept for each number of texts
+_FORGOTTEN = 512  # passes after which the older half of them is dropped, since machines drift
 _MOST_OF_SIZE = 5  # last passes that count for each number of rows
 _TRIED = 2  # passes after which a size is known
 _WORTH_CHANGING = 1.25  # times as fast as the tree that a lone text has
@@ -56,6 +58,7 @@ class ObservedPass(NamedTuple):
     num_bytes: int  # moved over the link
     reading_s: float = 0.0  # the link was in use; 0 where that is not known
     draft_widths: Sequence[int] = ()  # rows of each pass of the draft; empty where not known
+    verify_s: float = 0.0  # walks down the trees, and commits
 
     @property
     def most_rows(self) -> int:
@@ -83,12 +86,26 @@ class ObservedPasses:
     """The last passes, by how many texts shared them."""
 
     _passes: Mapping[int, tuple[ObservedPass, ...]] = field(default_factory=dict)
+    _num_passes: int = 0  # of all that were run
 
     def with_pass(self, observed: ObservedPass) -> "ObservedPasses":
-        """Return these and a finished pass, without the oldest of its kind."""
+        """Return these and a finished pass.
+
+        Of too many the oldest goes, except for the last few of each size: that a size was tried
+        is remembered, or it would be tried again and again.
+        """
         num_texts = len(observed.shapes)
-        passes = (*self._passes.get(num_texts, ()), observed)[-_MOST_SEEN:]
-        return ObservedPasses({**self._passes, num_texts: passes})
+        passes = [*self._passes.get(num_texts, ()), observed]
+        if len(passes) > _MOST_SEEN:
+            times = Counter(known.most_rows for known in passes)
+            oldest = (
+                index for index, known in enumerate(passes) if times[known.most_rows] > _TRIED
+            )
+            del passes[next(oldest, 0)]
+        num_passes = self._num_passes + 1
+        if num_passes % _FORGOTTEN == 0:
+            passes = passes[-_MOST_SEEN // 2 :]
+        return ObservedPasses({**self._passes, num_texts: tuple(passes)}, num_passes)
 
     @property
     def has_passes(self) -> bool:
@@ -133,6 +150,7 @@ class ObservedPasses:
             known,
             compute_s=_scaled(known.compute_s, ratios),
             draft_step_s=known.draft_step_s.times(drafted),
+            verify_s=median(observed.verify_s for observed in passes),
             link_bytes_per_s=_link_bytes_per_s(passes, known.link_bytes_per_s, slots_bytes),
         )
 
@@ -154,10 +172,10 @@ class ObservedPasses:
 
         A lone text keeps its tree unless another promises far more: what it would gain by trying
         neighbours, it loses in its few passes. Later, when many have shown what they cost, less is
-        enough.
+        enough, and neighbours are tried.
         """
         if num_texts > 1:
-            return self._pick(ranked, num_texts)
+            return self._pick(ranked, num_texts, ranked[0], _WORTH_TRYING)
         best = ranked[0]
         bounds = current and (current.num_nodes, current.depth)
         kept = next(
@@ -168,19 +186,21 @@ class ObservedPasses:
             ),
             best,
         )
-        is_late = len(self.among(1)) >= _MANY
-        worth = _WORTH_CHANGING_LATE if is_late else _WORTH_CHANGING
-        return kept if kept.s_per_token < worth * best.s_per_token else best
+        num_seen = len(self.among(1))
+        worth = _WORTH_CHANGING_LATE if num_seen >= _MANY else _WORTH_CHANGING
+        followed = kept if kept.s_per_token < worth * best.s_per_token else best
+        return followed if num_seen < _MOST_SEEN else self._pick(ranked, 1, followed, worth)
 
-    def _pick(self, ranked: Sequence[Prediction], num_texts: int) -> Prediction:
-        """Return the best tree, or a neighbour that might be better and is not known yet.
+    def _pick(
+        self, ranked: Sequence[Prediction], num_texts: int, best: Prediction, worth: float
+    ) -> Prediction:
+        """Return the best tree, or a neighbour that might be `worth` more and is not known yet.
 
         More rows compute no faster, and fewer rows take no less than their share: so the best
         tree's time bounds its neighbours', and a link that was never waited for may be of any
         speed. Mistakes at sizes that were not observed therefore do not last.
         """
         passes = self._passes.get(num_texts, ())
-        best = ranked[0]
         times = Counter(observed.most_rows for observed in passes)
         if not times or times[num_texts * best.shape.num_nodes] < _TRIED:
             return best
@@ -194,7 +214,7 @@ class ObservedPasses:
             least_s = _at_best_s(
                 of_size[size], best, is_link_known=any(observed.has_waited for observed in passes)
             )
-            if not is_known and least_s * _WORTH_TRYING < best.s_per_token:
+            if not is_known and least_s * worth < best.s_per_token:
                 return of_size[size]
         return best
 

@@ -50,8 +50,8 @@ def check_device_name(name: object) -> None:
     is_name = isinstance(name, str) and (
         re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None or bool(cards_of(name))
     )
-    rule = "`device` must be auto, cpu, cuda, cuda:N or, of several cards, cuda:N,M"
-    require(is_name, rule, repr(name), 'try `device="auto"`')
+    requirement = "`device` must be auto, cpu, cuda, cuda:N or, of several cards, cuda:N,M"
+    require(is_name, requirement, repr(name), 'try `device="auto"`')
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class LoadOptions(ModelOptions, ModelChoice):
             require(self.lookup is not False, "`draft` lookup", "`lookup` off", "leave one out")
             parts["lookup"] = True
         if spec.store is not None:
-            rule = "a store is named once"
-            require(self.datastore is None, rule, f"{self.datastore}", "leave one out")
+            requirement = "a store is named once"
+            require(self.datastore is None, requirement, f"{self.datastore}", "leave one out")
             parts["datastore"] = Path(spec.store)
         for name, value in parts.items():
             object.__setattr__(self, name, value)
@@ -127,7 +127,7 @@ class LoadOptions(ModelOptions, ModelChoice):
             is_free = self.profile is None or self.has_no_profile
             is_whole = self.experts != "demand"
             one_of_them = "leave one of them out"
-            for holds, rule, remedy in (
+            for holds, requirement, remedy in (
                 (is_free, "`profile` works in one process alone", "leave it out"),
                 (not self.invariant, "`invariant` is promised by one process", one_of_them),
                 (
@@ -143,7 +143,7 @@ class LoadOptions(ModelOptions, ModelChoice):
                 (self.kv_dtype == "auto", "`kv_dtype` works in one process alone", one_of_them),
                 (is_whole, "`experts` demand works in one process alone", one_of_them),
             ):
-                require(holds, rule, shared_by(self.device, self.ranks), remedy)
+                require(holds, requirement, shared_by(self.device, self.ranks), remedy)
             self._check_pipeline(roles)
         is_idle = roles is None and self.pipeline is not None
         remedy = "give `ranks`, such as stages:0-1"
@@ -156,8 +156,8 @@ class LoadOptions(ModelOptions, ModelChoice):
         names = ("tree", "lookup", "ngram", "datastore")
         for name, value in ((name, getattr(self, name)) for name in names):
             is_left_out = roles.is_sharded or value in (None, "auto", "none", False)
-            rule = f"`{name}` is for one pass at a time, and stages run several"
-            require(is_left_out, rule, value, "leave it out, or use `ranks` shards")
+            requirement = f"`{name}` is for one pass at a time, and stages run several"
+            require(is_left_out, requirement, value, "leave it out, or use `ranks` shards")
         if self.pipeline is not None:
             remedy = "name ranks as stages:0-2,draft:3"
             require(not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
@@ -171,8 +171,8 @@ class LoadOptions(ModelOptions, ModelChoice):
         parse_match_length(self.lookup_length)
         has_length = self.lookup_length != options_of(ModelOptions)["lookup_length"].default
         is_idle = has_length and self.lookup is False and self.datastore is None
-        rule = "`lookup_length` is of `lookup` and of `datastore`"
-        require(not is_idle, rule, "neither", "leave it out")
+        requirement = "`lookup_length` is of `lookup` and of `datastore`"
+        require(not is_idle, requirement, "neither", "leave it out")
         if self.datastore is not None:
             read_store(self.datastore)
         if self.ngram is not None and self.ngram_is_store:
@@ -184,8 +184,13 @@ class LoadOptions(ModelOptions, ModelChoice):
         named = next(
             (name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None
         )
-        rule = f"`{named}` guesses for a tree"
-        require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
+        requirement = f"`{named}` guesses for a tree"
+        require(
+            named is None or self.tree != "none",
+            requirement,
+            "`tree` none",
+            "leave one of them out",
+        )
 
     @property
     def has_no_profile(self) -> bool:
@@ -232,8 +237,10 @@ class LoadOptions(ModelOptions, ModelChoice):
         least_bytes = max(needed_bytes, min(_RESERVE_BYTES, free_bytes // 2))
         left_bytes = free_bytes - max(int(_RESERVE_SHARE * free_bytes), least_bytes)
         if left_bytes <= 0:
-            rule = f"Python and its libraries take some {format_bytes(needed_bytes)} of memory"
-            complaint = f"{rule}, {format_bytes(free_bytes)} are free here"
+            requirement = (
+                f"Python and its libraries take some {format_bytes(needed_bytes)} of memory"
+            )
+            complaint = f"{requirement}, {format_bytes(free_bytes)} are free here"
             raise UserError(f"{complaint}: end other programs, or raise the container's limit")
         return left_bytes
 
@@ -285,14 +292,18 @@ class LoadOptions(ModelOptions, ModelChoice):
         roles = self.roles()
         pipeline = parse_pipeline(self.pipeline or usual)
         assert roles is not None, "there are ranks"
-        rule = f"`pipeline` {pipeline.mode} guesses with a draft"
+        requirement = f"`pipeline` {pipeline.mode} guesses with a draft"
         is_plain = not pipeline.speculates
-        require(self.has_draft or is_plain, rule, "none", "give `draft`, or `pipeline` plain")
-        rule = f"`pipeline` {pipeline.mode} guesses"
-        require(self.tree != "none" or is_plain, rule, "`tree` none", "leave one of them out")
+        require(
+            self.has_draft or is_plain, requirement, "none", "give `draft`, or `pipeline` plain"
+        )
+        requirement = f"`pipeline` {pipeline.mode} guesses"
+        require(
+            self.tree != "none" or is_plain, requirement, "`tree` none", "leave one of them out"
+        )
         is_served = self.has_draft or roles.draft is None
-        rule = f"rank {roles.draft} of `ranks` drafts"
-        require(is_served, rule, "no draft", "give `draft`, or leave that rank out")
+        requirement = f"rank {roles.draft} of `ranks` drafts"
+        require(is_served, requirement, "no draft", "give `draft`, or leave that rank out")
         return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline
 
     def roles(self) -> Roles | None:
@@ -325,15 +336,15 @@ class LoadOptions(ModelOptions, ModelChoice):
         # what guesses yield depends on the text, and by themselves they take no extra room
         if not self.has_draft:
             is_left_out = tree.is_chosen or tree.kind == "none"
-            rule = "`tree` needs a `draft` to be planned for"
-            require(is_left_out, rule, repr(self.tree), "give `draft`, or leave `tree` out")
+            requirement = "`tree` needs a `draft` to be planned for"
+            require(is_left_out, requirement, repr(self.tree), "give `draft`, or leave `tree` out")
             tree = TreeSpec("none")
         if tokens_per_sweep is not None:
             if tree.is_chosen or tree.kind == "none":
                 raise UserError(
                     f"`tokens_per_sweep` {tokens_per_sweep:g} belongs to one tree: name it, such as `tree` 128x20"
                 )
-            rule = f"`tokens_per_sweep` must lie in 1 to {tree.depth + 1}"
+            requirement = f"`tokens_per_sweep` must lie in 1 to {tree.depth + 1}"
             remedy = "a pass yields one token, and one more for each level at most"
-            require(1 <= tokens_per_sweep <= tree.depth + 1, rule, tokens_per_sweep, remedy)
+            require(1 <= tokens_per_sweep <= tree.depth + 1, requirement, tokens_per_sweep, remedy)
         return tree

@@ -26,24 +26,19 @@ from offload.checkpoint.layer_sizes import ExpertShape
 from offload.checkpoint.tensors import MOST_EXPERTS
 from offload.errors import UserError, ensure, os_errors_as_user_error, reason, require
 from offload.machine import MAX_THREADS, cpu_name
-from offload.planning.acceptance import NUM_RANKS, PRODUCT_FORM, DynamicYield
-from offload.planning.cost_model import Costs, Positive
+from offload.planning.acceptance import DynamicYield
+from offload.planning.cost_model import Costs
 from offload.planning.expert_traffic import ExpertRouting
 from offload.sampling_options import Sampling
 from offload.trees.topology import check_acceptance
 
-SCHEMA = 3  # raise it when a field changes its meaning
+SCHEMA = 4  # raise it when a field changes its meaning
 _MOST_LAYERS = 4096  # of any model
 _AGAIN = "run offload tune again"
 # uses of the experts of a layer
 _Row = Annotated[
     tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=MOST_EXPERTS)
 ]
-# the place of a token among the draft's candidates; -1: it is none of them
-Rank = Annotated[int, Meta(ge=-1, lt=NUM_RANKS)]
-# fields whose first names are kept as keys in files
-_KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}
-_NAME_OF = {key: name for name, key in _KEY_OF.items()}
 # terms of data sheets, which measured curves include
 _NEVER_MEASURED = ("grow_s", "host_s", "ends_share")
 _SPOKEN = {
@@ -162,24 +157,15 @@ class Profile:
     num_tokens: int
     acceptance: tuple[float, ...]  # by rank
     standard_error: tuple[Annotated[float, Meta(ge=0, le=1)], ...]  # of each entry
-    smoothing: Positive  # how many observations the product form is worth, by held-out traces
     num_threads: Annotated[int, Meta(ge=1, le=MAX_THREADS)]  # the most that computed
     costs: Costs
-    # for a few bounds; empty where the rule or the way of tracing gives none
-    dynamic_yields: tuple[DynamicYield, ...]
-    # of every token, window by window
-    traces: tuple[tuple[Rank, ...], ...]
+    dynamic_yields: tuple[DynamicYield, ...]  # for a few bounds; empty where the rule has none
     expert_uses: ExpertUses | None = None  # of a mixture whose experts are read on demand
 
     @property
     def routing(self) -> ExpertRouting | None:
         """Return the routing that was counted, or None."""
         return None if self.expert_uses is None else self.expert_uses.routing
-
-    @property
-    def follows_traces(self) -> bool:
-        """Return True if trees consist of traced paths, not of the acceptance vector alone."""
-        return self.smoothing < PRODUCT_FORM
 
     def of_experts(self, experts: ExpertShape | None, *, is_named: bool = False) -> "Profile":
         """Return the profile for a target with these experts: counts of others are dropped.
@@ -200,11 +186,9 @@ class Profile:
 
     def as_dict(self) -> dict[str, object]:
         """Return the values that the file holds and `--json` prints."""
-        values = {_KEY_OF.get(name, name): value for name, value in asdict(self).items()}
-        measured = {
-            name: value for name, value in values["costs"].items() if name not in _NEVER_MEASURED
-        }
-        values["costs"] = {_KEY_OF.get(name, name): value for name, value in measured.items()}
+        values = asdict(self)
+        for name in _NEVER_MEASURED:
+            del values["costs"][name]
         uses = values.pop("expert_uses")
         values |= {} if uses is None else {"expert_uses": uses}
         return {"schema": SCHEMA, **values}
@@ -312,10 +296,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def format_json(values: Mapping[str, object]) -> str:
-    """Return JSON with one line per entry, window of traces and layer of experts, for reading."""
+    """Return JSON with one line per entry and layer of experts, for reading."""
     texts = {key: json.dumps(value) for key, value in values.items()}
-    if isinstance(traces := values.get("traces"), list | tuple):
-        texts["traces"] = _by_rows(traces)
     if isinstance(uses := values.get("expert_uses"), dict):
         rows = _by_rows(uses["uses_LE"])
         texts["expert_uses"] = f'{{"num_rows": {uses["num_rows"]}, "uses_LE": {rows}}}'
@@ -356,10 +338,7 @@ def parse_profile(path: Path) -> Profile:
 
 def _built(values: dict[str, Any]) -> Profile:
     """Return the profile of declared types that a file holds; what it holds beyond is refused."""
-    values.pop("is_teacher_forced", None)  # of files that earlier versions wrote
-    costs = {_NAME_OF.get(key, key): value for key, value in values["costs"].items()}
-    named = {_NAME_OF.get(key, key): value for key, value in values.items()}
-    profile = convert({**named, "costs": costs}, Profile)
+    profile = convert(values, Profile)
     _require_known(values, profile.as_dict())
     return profile
 
@@ -379,13 +358,12 @@ def _check(profile: Profile) -> None:
     ensure(is_whole, "one standard error per acceptance entry")
     times = (*profile.costs.compute_s.seconds, *profile.costs.draft_step_s.seconds)
     ensure(all(time > 0 for time in times), "times must be positive")
-    ensure(any(profile.traces), "traces must hold ranks")
     for shape in profile.dynamic_yields:
         ensure(
             shape.depth < shape.num_nodes, "a dynamic tree has a depth, and more nodes than that"
         )
-        rule = "a pass yields one token, and one more for every level"
-        ensure(shape.tokens_per_sweep <= shape.depth + 1, rule)
+        requirement = "a pass yields one token, and one more for every level"
+        ensure(shape.tokens_per_sweep <= shape.depth + 1, requirement)
     if uses := profile.expert_uses:
         # pools and plans are sized by them
         num_sizes = len({len(row) for row in uses.uses_LE})

@@ -34,21 +34,26 @@ def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
     source, colon, kind = copy_and_scout(draft or "")[0].partition(":")
     if source != OWN or (not colon and os.path.isdir(str(draft))):
         return None
-    rule = f"`draft` {OWN} is the target in fewer bits, {_KINDS}"
-    require(kind in BITS, rule, repr(str(draft)), f"try {OWN}:int4")
+    requirement = f"`draft` {OWN} is the target in fewer bits, {_KINDS}"
+    require(kind in BITS, requirement, repr(str(draft)), f"try {OWN}:int4")
     return BITS[kind]
 
 
 def check_held(draft: str | os.PathLike[str] | None, draft_dtype: str | None) -> None:
     """Raise `UserError` for options that no model could satisfy."""
     is_known = draft_dtype is None or (isinstance(draft_dtype, str) and draft_dtype in BITS)
-    rule = f"`draft_dtype` must be {' or '.join(BITS)}"
-    require(is_known, rule, repr(draft_dtype), "leave it out to have the draft as stored")
+    requirement = f"`draft_dtype` must be {' or '.join(BITS)}"
+    require(is_known, requirement, repr(draft_dtype), "leave it out to have the draft as stored")
     is_idle = draft_dtype is not None and draft is None
     require(not is_idle, "`draft_dtype` goes with `draft`", "none", "leave it out")
     if copy_bits(draft) is not None:
-        rule = f"`draft` {draft} says its bits itself"
-        require(draft_dtype is None, rule, f"`draft_dtype` {draft_dtype}", "leave one of them out")
+        requirement = f"`draft` {draft} says its bits itself"
+        require(
+            draft_dtype is None,
+            requirement,
+            f"`draft_dtype` {draft_dtype}",
+            "leave one of them out",
+        )
 
 
 def copied(target: Checkpoint, value: str) -> Checkpoint:
@@ -70,17 +75,17 @@ def held_draft(draft: Checkpoint, draft_dtype: str | None) -> Checkpoint:
 
 def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
     where = target.name
-    rule = f"{where}: `draft` {draft} rounds matrices of layers"
+    requirement = f"{where}: `draft` {draft} rounds matrices of layers"
     obstacle = copy_obstacle(target)
-    require(obstacle is None, rule, obstacle, "name a small draft of the family")
+    require(obstacle is None, requirement, obstacle, "name a small draft of the family")
     is_beside = any(isinstance(coding, Residual) for coding in target.codings)
-    rule = f"{where}: the copy that it was packed beside has 4 bits"
-    require(bits == 4 or not is_beside, rule, f"`draft` {draft}", f"give {OWN}:int4")
+    requirement = f"{where}: the copy that it was packed beside has 4 bits"
+    require(bits == 4 or not is_beside, requirement, f"`draft` {draft}", f"give {OWN}:int4")
     stored = _stored_bits(target)
     if stored < _LEAST_GAIN * bits:
-        rule = f"{where}: `draft` {draft} must take fewer bits than the target, which has {stored:.1f} a weight"
+        requirement = f"{where}: `draft` {draft} must take fewer bits than the target, which has {stored:.1f} a weight"
         raise UserError(
-            f"{rule}: {'try self:int4, or ' if stored >= _LEAST_GAIN * 4 else ''}name a small draft"
+            f"{requirement}: {'try self:int4, or ' if stored >= _LEAST_GAIN * 4 else ''}name a small draft"
         )
 
 
@@ -88,11 +93,11 @@ def _check_draft(draft: Checkpoint, draft_dtype: str) -> None:
     where = draft.name
     stored = _stored_bits(draft)
     is_fewer = stored >= _LEAST_GAIN * BITS[draft_dtype]
-    rule = f"{where}: `draft_dtype` {draft_dtype} must be fewer bits than the draft has"
-    require(is_fewer, rule, f"{stored:.1f} a weight", "leave it out")
+    requirement = f"{where}: `draft_dtype` {draft_dtype} must be fewer bits than the draft has"
+    require(is_fewer, requirement, f"{stored:.1f} a weight", "leave it out")
     is_plain = all(entry.coded is None for entry in draft.tensors.values())
-    rule = f"{where}: `draft_dtype` leaves fused experts as numbers"
-    require(is_plain or not _has_experts(draft), rule, "coded ones", "leave it out")
+    requirement = f"{where}: `draft_dtype` leaves fused experts as numbers"
+    require(is_plain or not _has_experts(draft), requirement, "coded ones", "leave it out")
 
 
 def _has_experts(checkpoint: Checkpoint) -> bool:

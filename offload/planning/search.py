@@ -1,9 +1,8 @@
 """Search for the tree with the most tokens per second on a machine: argmax of G(n, d) / step time.
 
 This is Sequoia's hardware-aware optimiser (2402.12374, Eq. 1), with the whole step in the
-denominator. G(n, d) is the paper's product form where only an acceptance vector is known. With
-traces, the tree consists of the paths that were taken most, shrunk towards the product form where
-little was seen, and its G is counted on traces that it was not made from.
+denominator. G(n, d), the tokens per pass of the best tree of n nodes and d levels, is the paper's
+product form of the acceptance vector; of dynamic trees it is what was counted, where they were.
 
 Nodes are ordered by their chances: the first n that are no deeper than a bound are the tree of that
 size. So one order has the trees of every size and depth, and none is built to be compared.
@@ -23,16 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload.planning.acceptance import (
-    NUM_FOLDS,
-    PRODUCT_FORM,
-    DynamicYield,
-    RankTrie,
-    Trace,
-    gains,
-    tokens_per_sweep,
-    walk,
-)
+from offload.planning.acceptance import DynamicYield, gains
 from offload.planning.cost_model import Costs, Prediction, StepTime, Traffic, paced, step_of
 from offload.trees.spec import label_of
 from offload.trees.topology import (
@@ -51,13 +41,8 @@ from offload.trees.topology import (
 )
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
-SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 SOURCE = "arXiv 2402.12374"
 _LARGE_SHARE = 1 / 16  # of the target's weights: from here on a draft counts as large
-# of the tree by which smoothings are compared
-_TRIED_NODES = 128
-_TRIED_DEPTH = 16
-_LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
 _FIRST_NODES = 512  # larger trees are ordered only where they might be better
 _SPARE = 3  # times the largest tree's nodes are ordered, since a bound on the depth drops some
 
@@ -74,15 +59,12 @@ class TreeOrder:
     """Trees of all sizes and depths; parents and elder siblings come first."""
 
     def __init__(self, nodes: Sequence[OrderedNode]) -> None:
-        self._found = nodes
         self._depth_O = np.array([node.depth for node in nodes])
         self._is_first_O = np.array([node.rank == 0 for node in nodes])  # of its siblings
         self._score_O = np.array([node.score for node in nodes])
         self._parent_O = np.array([node.parent for node in nodes])
         self._place = cache(self._placed)
         self._sums = cache(self._summed)
-        # a list is quicker for single look-ups
-        self._place_list = cache(lambda depth: self._place(depth).tolist())
 
     def tree(self, num_nodes: int, depth: int) -> Topology:
         """Return the tree of `num_nodes` nodes and at most `depth` draft steps.
@@ -108,10 +90,6 @@ class TreeOrder:
         sums = self._sums(depth)
         return float(sums[min(num_nodes, len(sums)) - 1])
 
-    def bursts(self, num_nodes: int, depth: int, trace: Trace) -> list[int]:
-        """Return the result of `acceptance.bursts` for the built tree."""
-        return walk(self._children, self._place_list(depth), num_nodes, trace)
-
     def _placed(self, depth: int) -> Ints:
         """Return (O,) each node's index among those no deeper than `depth`; deeper ones get O."""
         is_in_O = self._depth_O <= depth
@@ -121,22 +99,12 @@ class TreeOrder:
         """Return the cumulative chances of nodes no deeper than `depth`, in their order."""
         return np.cumsum(self._score_O[self._depth_O <= depth])
 
-    @cached_property
-    def _children(self) -> list[dict[int, int]]:
-        """Return for every node its children by rank."""
-        children: list[dict[int, int]] = [{} for _ in self._found]
-        for index, node in enumerate(self._found[1:], start=1):
-            children[node.parent][node.rank] = index
-        return children
-
 
 @dataclass(frozen=True, eq=False)
 class TreeSearch:
     """The trees to choose from, one for every size and depth; `known_trees` caches them."""
 
     p_K: Floats  # acceptance vector
-    traces: Sequence[Trace] = ()  # accepted ranks, window by window; none leaves the product form
-    smoothing: float = 1.0  # how many observations of a path `p_K` is worth
     max_nodes: int = SIZES[-1]  # of the largest tree
     max_depth: int = DEPTHS[-1]
     # what dynamic trees have yielded; without it they count as static ones
@@ -144,8 +112,14 @@ class TreeSearch:
 
     @cached_property
     def whole(self) -> TreeOrder:
-        """Return the order from all traces."""
-        return self._order(self.traces)
+        """Return the likeliest nodes by the product of the chances of their ranks."""
+        chances = self.p_K.tolist()
+        largest = max([self.max_nodes, *(counted.num_nodes for counted in self.counted)])
+
+        def follow(_: int | None, rank: int) -> tuple[float, None] | None:
+            return (chances[rank], None) if rank < len(chances) else None
+
+        return TreeOrder(grow_order(_SPARE * largest, self.max_depth, follow))
 
     def built(self, shape: DynamicShape | Outline) -> Shape:
         """Return the tree of an outline; bounds stay what they are."""
@@ -177,9 +151,8 @@ class TreeSearch:
             yield depth, outline
 
     def expected(self, num_nodes: int, depth: int) -> float:
-        """Return G(n, d), counted on held-out traces, or from the product form without traces."""
-        counted = self._counted_yield if self._folds else self.whole.expected
-        return counted(num_nodes, depth)
+        """Return G(n, d) of the best static tree, by the product form."""
+        return self.whole.expected(num_nodes, depth)
 
     def expected_dynamic(self, num_nodes: int, depth: int) -> float:
         """Return G of a dynamic tree within these bounds."""
@@ -187,56 +160,23 @@ class TreeSearch:
         return tokens * self._gain(num_nodes, depth) if self.counted else tokens
 
     def expected_of(self, topology: Topology) -> float:
-        """Return G of a tree that was not made from traces."""
-        if self._folds:
-            return tokens_per_sweep(topology, self.traces)
+        """Return G of any static tree, by the product form."""
         return float(path_chances(topology, self.p_K).sum())
-
-    @cached_property
-    def _counted_yield(self) -> Callable[[int, int], float]:
-        """Return a cached function of nodes and depth, since walking along traces takes a while."""
-
-        def mean(num_nodes: int, depth: int) -> float:
-            bursts = [order.bursts(num_nodes, depth, trace) for order, trace in self._folds]
-            return sum(map(sum, bursts)) / sum(map(len, bursts))
-
-        return cache(mean)
 
     @cached_property
     def _gain(self) -> Callable[[int, int], float]:
         return gains(self.counted, self.expected)
 
-    @cached_property
-    def _folds(self) -> list[tuple[TreeOrder, Trace]]:
-        """Return orders from all traces but one fold's, with that fold's traces as one text."""
-        if len(self.traces) < NUM_FOLDS:
-            return []
-        folds: list[tuple[TreeOrder, Trace]] = []
-        for fold in range(NUM_FOLDS):
-            kept = [trace for index, trace in enumerate(self.traces) if index % NUM_FOLDS != fold]
-            left_out = [rank for trace in self.traces[fold::NUM_FOLDS] for rank in trace]
-            folds.append((self._order(kept), left_out))
-        return folds
 
-    def _order(self, traces: Sequence[Trace]) -> TreeOrder:
-        trie = RankTrie(traces, self.max_depth, self.p_K, self.smoothing)
-        largest = max([self.max_nodes, *(shape.num_nodes for shape in self.counted)])
-        return TreeOrder(grow_order(_SPARE * largest, self.max_depth, trie.follow, 0))
-
-
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def known_trees(
     acceptance: tuple[float, ...],
-    traces: tuple[tuple[int, ...], ...] = (),
-    smoothing: float = 1.0,
     max_nodes: int = SIZES[-1],
     max_depth: int = DEPTHS[-1],
     counted: tuple[DynamicYield, ...] = (),
 ) -> TreeSearch:
     """Return the cached `TreeSearch`, since ordering takes a while. Raises `UserError`."""
-    return TreeSearch(
-        check_acceptance(acceptance), traces, smoothing, max_nodes, max_depth, counted
-    )
+    return TreeSearch(check_acceptance(acceptance), max_nodes, max_depth, counted)
 
 
 class _Candidate(NamedTuple):
@@ -317,16 +257,6 @@ def _may_pay(
         < best.s_per_token * num_texts * (tokens + slope * (size - most))
         for size in larger
     )
-
-
-def best_smoothing(p_K: Floats, traces: Sequence[Trace]) -> float:
-    """Return the weight of the product form beside the traces that serves held-out traces best."""
-
-    def held_out(smoothing: float) -> float:
-        return TreeSearch(p_K, traces, smoothing, _TRIED_NODES).expected(_TRIED_NODES, _TRIED_DEPTH)
-
-    best = max(SMOOTHINGS, key=held_out)
-    return best if held_out(best) > _LEAST_GAIN * held_out(PRODUCT_FORM) else PRODUCT_FORM
 
 
 class MeasuredYield(NamedTuple):

@@ -79,8 +79,10 @@ def plan_cards(options: LoadOptions, assumed: Assumptions) -> CardsPlan:
     cannot be shared so.
     """
     is_limited = options.gpu_memory is not None
-    rule = "`gpu_memory` limits each card"
-    require(not is_limited or "cpu" not in options.cards, rule, options.device, "leave it out")
+    requirement = "`gpu_memory` limits each card"
+    require(
+        not is_limited or "cpu" not in options.cards, requirement, options.device, "leave it out"
+    )
     roles = options.roles()
     assert roles is not None, "several cards are ranks"
     alone = replace(options, device="auto", ram=None, gpu_memory=None, ranks=None, pipeline=None)
@@ -146,6 +148,6 @@ def _disk_bytes_per_s(options: LoadOptions) -> float:
     from offload.model.headers import describe
 
     target = describe(options.model, options.config)
-    rule = "the disk of several cards is measured where the weights are"
-    require(target.is_here, rule, "a model that is not here", "give `disk_speed`")
+    requirement = "the disk of several cards is measured where the weights are"
+    require(target.is_here, requirement, "a model that is not here", "give `disk_speed`")
     return link_bytes_per_s(target.shards)

@@ -131,8 +131,8 @@ def estimate(
     assumed = Assumptions.from_flags(hardware, disk_speed)
     tree = options.planned_tree(tokens_per_sweep)
     if tokens_per_sweep is not None and assumed == Assumptions():
-        rule = "`tokens_per_sweep` goes with `hardware` or `disk_speed`"
-        raise UserError(f"{rule}; on this machine offload tune measures it")
+        requirement = "`tokens_per_sweep` goes with `hardware` or `disk_speed`"
+        raise UserError(f"{requirement}; on this machine offload tune measures it")
     setup = replace(resolve(options, assumed=assumed, read=read), tree=tree)
     settings = setup.settings()
     room = setup.room

@@ -131,8 +131,7 @@ def profile_of(directories: Pair) -> Profile:
                          link_bytes_per_s=1.0)  # fmt: skip
     return Profile(identity=identity, target_name="big", draft_name="small", created="2026-01-01T00:00:00+00:00",
                    num_tokens=8, acceptance=(0.5, 0.25), standard_error=(0.1, 0.1),
-                   smoothing=1e9, num_threads=1, costs=link, dynamic_yields=(),
-                   traces=((0, 1, -1, 0, 0, 0, 1, -1),))  # fmt: skip
+                   num_threads=1, costs=link, dynamic_yields=())  # fmt: skip
 
 
 def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Path, pair: Pair) -> None:

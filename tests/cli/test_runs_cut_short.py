@@ -319,7 +319,7 @@ import os, sys
 os.environ["TRANSFORMERS_VERBOSITY"] = "warning"  # --quiet comes first
 from offload.__main__ import main
 unused = {"torch._dynamo.eval_frame", "scipy", "triton", "fastapi", "uvicorn", "starlette"}
-unused |= {"offload.reports.trace_acceptance", "offload.server.app"}
+unused |= {"offload.reports.tracing", "offload.server.app"}
 try:
     main()
 finally:

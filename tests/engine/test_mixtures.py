@@ -57,12 +57,12 @@ def test_what_a_profile_has_counted_is_compared_with_the_target(
     identity = Identity.from_models(files.target, files.draft, Sampling(), "match", Machine.here("float32"))
     path = save_profile(replace(profile(), identity=identity, expert_uses=uses))
     with offload.load(target, target, tree=tree, **LOAD) as decoder:
-        pool, routing = decoder.target.experts, decoder._trees.knowledge.routing
+        pool, routing = decoder.target.experts, decoder.trees.knowledge.routing
         assert pool is not None and np.array_equal(pool._cache.uses_B > 0, np.array(uses.uses_B) > 0)
         assert routing is not None and routing.distinct(1) == pytest.approx(6, rel=0.1)
     save_profile(replace(profile(), identity=identity, expert_uses=ExpertUses(((3, 5), (1, 2)), 8)))
     with offload.load(target, target, tree=tree, **LOAD) as decoder:
-        assert decoder._trees.knowledge.routing is None
+        assert decoder.trees.knowledge.routing is None
         assert len(decoder.generate(PROMPT, max_new_tokens=4).token_ids) == 4
     assert estimate(LoadOptions(target, target, tree=tree, **LOAD)).plan.has_experts
     words = "the named profile counts uses in 2 layers of 2 experts, not 3 of 6: run"

@@ -62,7 +62,7 @@ def test_a_text_follows_what_passes_have_taught(decoder: Decoder, monkeypatch: p
     """Trees may change under way; the text may not, and figures name the last one."""
     wanted = decoder.generate(PROMPT, max_new_tokens=24).token_ids
     taught = list[int]()
-    selector = decoder._trees
+    selector = decoder.trees
     usual = type(selector).for_run
 
     def for_run(self: Any, *args: Any, num_texts: int = 1, **options: Any) -> Any:

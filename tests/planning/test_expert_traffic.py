@@ -42,11 +42,10 @@ def traffic(
     return Traffic(dense_bytes, 0, experts=experts)
 
 
-def costs(row_s: float = 0.0, pass_s: float = 0.0, penalty: float = 0.0) -> Costs:
+def costs(row_s: float = 0.0, pass_s: float = 0.0) -> Costs:
     computing = Curve((1, 1024), (pass_s + row_s, pass_s + 1024 * row_s))
     return Costs(
         compute_s=computing, draft_step_s=Curve((1,), (0.01,)), verify_s=0.0, link_bytes_per_s=LINK,
-        overlap_penalty=penalty,
     )  # fmt: skip
 
 
@@ -80,9 +79,9 @@ def test_computing_waits_for_what_routers_ask_for_unless_many_rows_read_ahead() 
     # Many rows read ahead, as whole layers do.
     moved = traffic(kept=0.1)
     whole_s = moved.experts.whole_bytes / LINK  # type: ignore[union-attr]
-    known = costs(row_s=1e-3 * whole_s, penalty=0.2)
+    known = costs(row_s=1e-3 * whole_s)
     sweep = step_of(known, moved, 512, ())
-    assert sweep.asked_s == 0 and sweep.sweep_s == pytest.approx(overlapped_s(0.512 * whole_s, whole_s, 0.2))
+    assert sweep.asked_s == 0 and sweep.sweep_s == pytest.approx(whole_s)
     assert step_of(known, moved, 1, ()).asked_s > 0
 
 

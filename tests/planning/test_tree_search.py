@@ -1,4 +1,4 @@
-"""The choice of the tree: what a step costs, what traces say, what dynamic trees yield, and which tree follows."""
+"""The choice of the tree: what a step costs, what trees yield, and which one follows."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from expected import expected_tokens, rank_trees
+from expected import expected_tokens, passes_of, rank_trees
 from known import selector
 
 from offload import timer
@@ -15,15 +15,11 @@ from offload.errors import UserError
 from offload.planning.acceptance import (
     COPIES,
     NUM_RANKS,
-    PRODUCT_FORM,
     SMALL,
     DynamicYield,
-    RankTrie,
     bounds_to_count,
-    bursts,
     gains,
     measured_acceptance,
-    tokens_per_sweep,
     yields_of,
 )
 from offload.planning.cost_model import (
@@ -31,25 +27,20 @@ from offload.planning.cost_model import (
     Curve,
     Prediction,
     Traffic,
-    fit_overlap_penalty,
     overlapped_s,
     step_time,
 )
-from offload.planning.search import DEPTHS, TreeOrder, TreeSearch, best_smoothing, search
+from offload.planning.search import DEPTHS, TreeSearch, search
 from offload.rules import RULES
 from offload.sampling_options import Sampling
-from offload.trees.spec import parse_tree
 from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     SIZES,
     DynamicShape,
-    Topology,
     best_first,
     chain,
     check_acceptance,
-    grow_order,
     sequences,
-    tree_of,
 )
 
 RULE = "match"
@@ -66,23 +57,10 @@ def best(what: Costs, traffic: Traffic, forest: TreeSearch | None = None) -> Pre
     return rank_trees(forest or TreeSearch(P_K, max_nodes=512), what, lambda _: traffic)[0]
 
 
-def independent_traces(p: Sequence[float], num_windows: int, seed: int = 0) -> list[list[int]]:
+def independent_ranks(p: Sequence[float], num_windows: int, seed: int = 0) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     ranks, chances = [*range(len(p)), -1], [*p, 1 - sum(p)]
     return [generator.choice(ranks, 128, p=chances).tolist() for _ in range(num_windows)]
-
-
-def alternating_traces(num_windows: int, seed: int = 0) -> list[list[int]]:
-    """Rank 0 is followed by rank 1 and the other way round, with few exceptions: nothing is independent."""
-    generator = np.random.default_rng(seed)
-    traces = []
-    for _ in range(num_windows):
-        rank, trace = 0, []
-        for _ in range(128):
-            rank = 1 - rank if generator.random() < 0.9 else int(generator.integers(2))
-            trace.append(rank)
-        traces.append(trace)
-    return traces
 
 
 def test_curves_widths_and_steps_are_what_hand_sums_say() -> None:
@@ -105,23 +83,11 @@ def test_curves_widths_and_steps_are_what_hand_sums_say() -> None:
         assert step.total_s == pytest.approx(total_s) and step.limit == limit
 
 
-def test_the_overlap_penalty_counts_where_both_sides_take_about_as_long_and_is_found_again() -> None:
+def test_two_things_at_once_take_from_the_longer_to_the_sum_of_both() -> None:
     assert overlapped_s(0.3, 0.2, 0.0) == overlapped_s(0.2, 0.3, 0.0) == 0.3 and overlapped_s(0.0, 0.0, 0.5) == 0.0
     assert overlapped_s(0.3, 0.2, 1.0) == pytest.approx(0.5), "in turn"
     assert overlapped_s(0.3, 0.3, 0.2) == pytest.approx(0.3 * 2**0.2)
     assert overlapped_s(0.3, 0.01, 0.2) == pytest.approx(0.3, rel=1e-4) and overlapped_s(0.3, 0.0, 0.2) == 0.3
-    what, traffic = costs(row_s=1e-3, link=1e9), Traffic(2 * 10**8, 0)
-    slowed = replace(what, overlap_penalty=0.2)
-    assert step_time(slowed, traffic, chain(99)).sweep_s == pytest.approx(0.2 * 2**0.2)
-    assert step_time(slowed, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
-        overlap_penalty=0.2
-    )
-    # It is found again in what it made.
-    pairs = [(0.1, 0.5), (0.3, 0.5), (0.4, 0.5), (0.45, 0.5), (0.8, 0.5)]
-    for penalty in (0.0, 0.13, 0.2, 1.0):
-        seen = [(one_s, other_s, overlapped_s(one_s, other_s, penalty)) for one_s, other_s in pairs]
-        assert fit_overlap_penalty(seen) == penalty
-    assert fit_overlap_penalty([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
 
 
 def size(what: Costs, traffic: Traffic) -> int:
@@ -164,94 +130,37 @@ def test_choice_is_the_argmax_of_what_memory_and_depth_allow() -> None:
     assert max(candidate.shape.depth for candidate in ranked) == 5
 
 
-def walk(topology: Topology, trace: Sequence[int]) -> list[int]:
-    """The definition, word for word: from the root follow the ranks while their path exists."""
-    children = {(int(p), int(r)): n for n, (p, r) in enumerate(zip(topology.parent_N, topology.rank_N, strict=True))}
-    yields, at = [], 0
-    while at < len(trace):
-        node, count = 0, 0
-        while at + count < len(trace) and (node, trace[at + count]) in children:
-            node, count = children[node, trace[at + count]], count + 1
-        yields.append(min(count + 1, len(trace) - at))
-        at += count + 1
-    return yields
-
-
-@pytest.mark.parametrize("text", ["none", "2x1", "64x16", "chain:5", "sequences:3x4"])
-def test_bursts_are_what_the_walk_defines(text: str) -> None:
-    topology = parse_tree(text).build()
-    for trace in independent_traces((0.6, 0.2, 0.05), 5):
-        assert bursts(topology, trace) == walk(topology, trace)
-        assert sum(bursts(topology, trace)) == len(trace)
-    assert bursts(topology, []) == []
-
-
-def test_traces_of_independent_ranks_give_the_product_form() -> None:
+def test_passes_through_independent_ranks_yield_the_product_form() -> None:
+    """The tokens of passes, walked word for word, against the sum of the chances of all nodes."""
     p, topology = (0.6, 0.2, 0.05), best_first((0.6, 0.2, 0.05), 48, 8)
-    assert tokens_per_sweep(topology, independent_traces(p, 400)) == pytest.approx(
-        expected_tokens(topology, p), rel=0.02
-    )
+    tokens = [num for ranks in independent_ranks(p, 400) for num in passes_of(topology, ranks)]
+    assert np.mean(tokens) == pytest.approx(expected_tokens(topology, p), rel=0.02)
+    assert TreeSearch(check_acceptance(p)).expected_of(topology) == pytest.approx(expected_tokens(topology, p))
 
 
 def test_acceptance_counts_ranks_and_knows_its_error() -> None:
     p_K, error_K = measured_acceptance([[0, 0, 1, -1], [0, 2, 0, 0]])
     assert p_K[:4].tolist() == [5 / 8, 1 / 8, 1 / 8, 0] and len(p_K) == len(error_K) == NUM_RANKS
     assert error_K[3] == 0 and (error_K[:3] > 0).all()
-    traces = independent_traces((0.6, 0.2), 100)
-    p_K, error_K = measured_acceptance(traces)
+    ranks_W = independent_ranks((0.6, 0.2), 100)
+    p_K, error_K = measured_acceptance(ranks_W)
     wanted = np.sqrt(p_K * (1 - p_K) / 12800)
     assert error_K[:2] == pytest.approx(wanted[:2], rel=0.3), "independent positions: the binomial error"
-    assert measured_acceptance(traces[:1])[1][0] == pytest.approx(np.sqrt(p_K[0] * (1 - p_K[0]) / 128), rel=0.2)
+    assert measured_acceptance(ranks_W[:1])[1][0] == pytest.approx(np.sqrt(p_K[0] * (1 - p_K[0]) / 128), rel=0.2)
     clumped = [[0] * 128 if index % 2 else [1] * 128 for index in range(20)]
     assert measured_acceptance(clumped)[1][0] > 0.1, "windows of one kind count as few observations"
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 17, 64, 200])
-def test_order_without_traces_is_best_first(num_nodes: int) -> None:
+def test_the_order_has_the_best_tree_of_every_size(num_nodes: int) -> None:
     for depth in (1, 4, 16):
-        follow = RankTrie((), depth, P_K).follow
-        assert tree_of(grow_order(num_nodes, depth, follow, 0)) == best_first(P_K, num_nodes, depth)
-        order = TreeOrder(grow_order(4 * num_nodes, 16, follow, 0))
+        order = TreeSearch(P_K, max_nodes=num_nodes, max_depth=16).whole
         tree = order.tree(num_nodes, depth)
         assert tree.depth <= depth
         if tree.num_nodes == num_nodes:
             assert tree == best_first(P_K, num_nodes, depth)
             assert order.expected(num_nodes, depth) == pytest.approx(expected_tokens(tree, P_K))
             assert order.outline(num_nodes, depth) == (num_nodes, tree.depth, tree.draft_widths)
-
-
-def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
-    traces = alternating_traces(16)
-    p_K, _ = measured_acceptance(traces)
-    product, smoothed, learnt = (
-        tree_of(grow_order(24, 16, RankTrie(seen, 16, p_K, smoothing).follow, 0))
-        for seen, smoothing in (((), 1.0), (traces, PRODUCT_FORM), (traces, 4.0))
-    )
-    assert expected_tokens(smoothed, p_K) == pytest.approx(expected_tokens(product, p_K), rel=1e-6)
-    held_out = alternating_traces(64, seed=1)
-    assert tokens_per_sweep(learnt, held_out) > 1.3 * tokens_per_sweep(product, held_out)
-    # It is chosen on held-out traces.
-    dependent, independent = alternating_traces(16), independent_traces((0.5, 0.3, 0.1), 16)
-    assert best_smoothing(measured_acceptance(dependent)[0], dependent) < PRODUCT_FORM
-    assert best_smoothing(measured_acceptance(independent)[0], independent) == PRODUCT_FORM
-    # What was cut off at the end counts as unknown.
-    trie = RankTrie([[0, 0]], 8, np.zeros(1), 1e-12)
-    assert trie.follow(0, 0) == (pytest.approx(1.0), 1)
-    assert trie.num_continued == [2, 1, 0], "behind the last token nothing was seen, neither hit nor miss"
-
-
-def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
-    p, fitted, held_out = (0.1249,) * 8, [], []
-    fresh = independent_traces(p, 400, seed=99)
-    for seed in range(8):
-        traces = independent_traces(p, 4, seed)
-        forest = TreeSearch(measured_acceptance(traces)[0], traces, 0.5, 128)
-        tree = forest.whole.tree(128, 12)
-        truth = tokens_per_sweep(tree, fresh)
-        fitted.append(tokens_per_sweep(tree, traces) / truth)
-        held_out.append(forest.expected(128, 12) / truth)
-    assert np.mean(fitted) > 1.01, "what a tree was made from flatters it"
-    assert 0.97 < np.mean(held_out) < 1.005
 
 
 def test_trees_without_any_measurement_fall_back_and_named_ones_are_as_named() -> None:
@@ -329,17 +238,11 @@ def counted(num_nodes: int, depth: int, tokens: float) -> DynamicYield:
 
 def test_yields_of_bounds_are_tokens_over_sweeps() -> None:
     # Bounds fit into the largest tree.
-    assert bounds_to_count(1) == () and bounds_to_count(8) == (DynamicShape(8, 7),)
-    assert bounds_to_count(100) == (
-        DynamicShape(16, 8),
-        DynamicShape(16, 15),
-        DynamicShape(64, 8),
-        DynamicShape(64, 24),
-    )
-    assert bounds_to_count(512)[-1] == DynamicShape(256, 24)
-    bounds = (DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24))
+    assert bounds_to_count(1) == () and bounds_to_count(8) == ((8, 7),)
+    assert bounds_to_count(100) == ((16, 8), (16, 15), (64, 8), (64, 24))
+    assert bounds_to_count(512)[-1] == (256, 24)
     windows = [[[2, 4], [5], []], [[6], [7, 9], []]]
-    assert yields_of(bounds, windows) == (
+    assert yields_of(((16, 8), (64, 8), (64, 24)), windows) == (
         DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=4.0, num_sweeps=3),
         DynamicYield(num_nodes=64, depth=8, tokens_per_sweep=7.0, num_sweeps=3),
     ), "a mean of sweeps, not of windows; what has no sweep is not there"

@@ -22,7 +22,7 @@ from offload.engine import build
 from offload.kernels.registry import KERNELS
 from offload.model.cuda_graphs import CudaRecorder, use_graphs
 from offload.model.kv_cache import KVCache
-from offload.reports.trace_acceptance import ranks_of
+from offload.reports.tracing import ranks_of
 from offload.sampling_options import Sampling
 from offload.streaming import cuda as driver
 from offload.streaming.cuda import CudaDevice

@@ -77,7 +77,7 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
     target, draft, _ = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["pinned"])
     with card, offload.load(target, draft, tree=tree, **LOAD) as decoder:
-        shape = decoder._trees.for_run(Sampling(), "match").shape
+        shape = decoder.trees.for_run(Sampling(), "match").shape
         text, passes = decoder.begin(prompts()[1], Sampling(), shape=shape), 0
         run = decoder.drafter.model.forward
 

@@ -169,7 +169,7 @@ def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path, monkeypatch: pyt
         steps = decoder._speculation
         counting, _ = steps._listeners
         monkeypatch.setattr(steps, "_threads", policy)
-        monkeypatch.setattr(steps, "_listeners", (counting, learning(policy, decoder._trees.observe)))
+        monkeypatch.setattr(steps, "_listeners", (counting, learning(policy, decoder.trees.observe)))
         got = decoder.generate([5, 6, 7], **options)
     assert got.token_ids == wanted.token_ids
     assert len(policy.heard) == got.stats.num_sweeps >= 4, "every step but the prompt's is told"

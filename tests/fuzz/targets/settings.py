@@ -39,8 +39,8 @@ _HOSTILE_TOML = ("[" * 5000, "a = " + "[" * 5000, "ram = nan", "ram = inf", "con
     "[[generate]]\nram = 1",
     "threads = 1e400", "a.b.c = 1", "ranks = \"x\"", "logit-bias = [[1]]", "help = true")  # fmt: skip
 _PROFILE_KEYS = ("schema", "identity", "identity.machine", "identity.target", "target_name", "created", "num_tokens",
-    "acceptance", "standard_error", "smoothing", "num_threads", "costs", "costs.compute_s", "costs.draft_step_s",
-    "costs.verify_s", "costs.link_bytes_per_s", "costs.friction", "grown", "traces", "expert_uses", "x")  # fmt: skip
+    "acceptance", "standard_error", "num_threads", "costs", "costs.compute_s", "costs.draft_step_s",
+    "costs.verify_s", "costs.link_bytes_per_s", "dynamic_yields", "expert_uses", "x")  # fmt: skip
 _VARIABLES = ("OFFLOAD_RAM", "OFFLOAD_CONTEXT", "OFFLOAD_MODEL", "OFFLOAD_TREE", "OFFLOAD_TEMP", "OFFLOAD_RANKS",
     "OFFLOAD_THREADS", "OFFLOAD_PROFILE", "OFFLOAD_SEED", "OFFLOAD_LOGIT_BIAS", "OFFLOAD_QUIET", "OFFLOAD_DATASTORE",
     "OFFLOAD_DEVICE", "OFFLOAD_DTYPE", "OFFLOAD_SESSION", "OFFLOAD_RULE", "OFFLOAD_LOOKUP", "OFFLOAD_NO_LOOKUP",
@@ -55,8 +55,8 @@ def _save_profile(folder: Path) -> None:
     costs = Costs(compute_s=Curve((1, 16, 64), (0.1, 0.12, 0.2)), draft_step_s=Curve((1, 8), (0.001, 0.002)),
         verify_s=0.001, link_bytes_per_s=1e9)  # fmt: skip
     known = Profile(identity=identity, target_name="target", draft_name="draft", created="2026-01-01T00:00:00+00:00",
-        num_tokens=6, acceptance=(0.5, 0.25), standard_error=(0.1, 0.05), smoothing=16.0,
-        num_threads=1, costs=costs, traces=((0, 1, -1), (0, 0, 1)), expert_uses=ExpertUses(((1, 2), (2, 1)), 2),
+        num_tokens=6, acceptance=(0.5, 0.25), standard_error=(0.1, 0.05),
+        num_threads=1, costs=costs, expert_uses=ExpertUses(((1, 2), (2, 1)), 2),
         dynamic_yields=(DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),))  # fmt: skip
     (folder / "profile.json").write_text(format_json(known.as_dict()))
     keep_wanted(folder, _write_by_profile(folder))
