@@ -12,6 +12,7 @@ the target's own state of token i.
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -241,8 +242,9 @@ class CarriedModel(TreeModel):
         """Return the target's states that it reads."""
         return Taps(self._carried.tapped, self._carried.has_normed)
 
-    @property
+    @cached_property
     def _mixer(self) -> Any:
+        # once: the library finds a decoder by trying many names
         return self.meta_model.get_decoder().mixer
 
     def _adapt(self, meta_model: nn.Module) -> None:
