@@ -28,7 +28,6 @@ from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model_drafter import DraftSetup
 from offload.drafting.mtp import CarriedDraft, CarriedDrafter
 from offload.drafting.static import fill, point_mass_scores
-from offload.memory.sizes import PROMPT_ROWS
 from offload.model.carried_model import CarriedCache, parent_of, twin
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart, causal
@@ -186,7 +185,7 @@ class _BlockDraft(CarriedDraft):
 
     def block(self, tokens: Sequence[int]) -> _Guessed:
         """Return guesses behind these tokens, at each position of the block."""
-        *chunks, last = self._missing(tokens).split(PROMPT_ROWS)
+        *chunks, last = self._missing(tokens).split(self.prompt_rows)
         for chunk in chunks:
             self._run_committed(chunk, num_logits=1)
         num_rows = len(last)

@@ -30,9 +30,14 @@ class Draft:
     vocab_size: int  # of the target
     _cache: KVCache
 
+    @property
+    def prompt_rows(self) -> int:
+        """Return the most rows of a pass over committed tokens."""
+        return PROMPT_ROWS
+
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks; return the last one's scores (1, V)."""
-        for chunk in self._missing(tokens).split(PROMPT_ROWS):
+        for chunk in self._missing(tokens).split(self.prompt_rows):
             logits = self._run_committed(chunk, num_logits=1)
         return self._as_wide_as_target(logits)
 
@@ -101,9 +106,10 @@ def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
     # rows beside the roots
     before = list[BatchPart]()
     roots = list[BatchPart]()
-    room = PROMPT_ROWS - len(drafts)
+    most_rows = drafts[0].prompt_rows
+    room = most_rows - len(drafts)
     for draft, tokens in zip(drafts, texts, strict=True):
-        *long, last = draft._missing(tokens).split(PROMPT_ROWS)
+        *long, last = draft._missing(tokens).split(most_rows)
         if len(last) - 1 > room:
             long = [*long, last[:-1]]
             last = last[-1:]

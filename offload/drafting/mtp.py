@@ -16,7 +16,7 @@ from offload.drafting.base import DraftText, root_alone
 from offload.drafting.draft_model import SCORED_CHUNK, Draft
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model_drafter import DraftSetup, ModelDrafter
-from offload.memory.sizes import PROMPT_ROWS
+from offload.memory.sizes import STATE_ROWS
 from offload.model.carried_depths import DepthModel
 from offload.model.carried_model import CarriedCache, CarriedModel
 from offload.model.kv_cache import KVCache
@@ -32,6 +32,11 @@ class CarriedDraft(Draft):
     """The rows of a carried draft: row i has token i + 1, at position i."""
 
     _cache: CarriedCache
+
+    @property
+    def prompt_rows(self) -> int:
+        """See `Draft`."""
+        return STATE_ROWS
 
     def _missing(self, tokens: Sequence[int]) -> Tensor:
         missing = torch.tensor(tokens[self._cache.length + 1 :])
@@ -72,7 +77,7 @@ class CarriedDrafter(ModelDrafter):
             first = state.length
             state.take_taps(num_rows)
             token_T = torch.tensor(tokens[first + 1 : first + 1 + num_rows])
-            for chunk in token_T.split(PROMPT_ROWS):
+            for chunk in token_T.split(STATE_ROWS):
                 self._draft(state)._run_committed(chunk, num_logits=1)
 
     def propose(

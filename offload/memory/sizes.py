@@ -12,6 +12,9 @@ from offload.trees.topology import PACES, most_rows, tier_rows
 RUNTIME_BYTES = 112 << 20
 # committed tokens that one sweep reads by default, see `prompt_rows`
 PROMPT_ROWS = 512
+# ... and that a pass of a draft that reads the target's states takes in. Its weights stay in memory,
+# so small passes take little longer, and what they leave goes to layers of the target.
+STATE_ROWS = 128
 # Rows that a feed-forward on a CPU takes at a time, and the most of one product.
 INNER_ROWS = 256
 # The head is read once per chunk. From about this many rows on multiplying takes longer than
@@ -110,8 +113,9 @@ def _draft_bytes(
     if draft.shares_rest:  # except for a table that the target keeps on the host
         weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
         weights_bytes += draft.own_rest_bytes
+    prompt_rows = STATE_ROWS if draft.tap_row_bytes else PROMPT_ROWS
     pass_bytes = activation_bytes(
-        draft, max(PROMPT_ROWS, num_nodes), num_nodes, context, is_gpu=is_gpu
+        draft, max(prompt_rows, num_nodes), num_nodes, context, is_gpu=is_gpu
     )
     return (
         weights_bytes

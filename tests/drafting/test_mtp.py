@@ -22,7 +22,7 @@ from offload.drafting.mtp import CarriedDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import TokenSequence
 from offload.errors import UserError
-from offload.memory.sizes import taps_bytes
+from offload.memory.sizes import STATE_ROWS, taps_bytes
 from offload.model.taps import TapLog, Taps
 from offload.planning.acceptance import NUM_RANKS
 from offload.reports.tracing import ranks_of
@@ -128,6 +128,24 @@ def test_parts_of_a_prompt_and_interrupted_steps_lose_no_states(family: str) -> 
             with pytest.raises(InterruptedError):
                 decoder.step(text)
         assert gap(family, decoder, text) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["mellum", "glm4_moe of 3"])
+def test_a_long_prompt_is_taken_in_by_passes_as_small_as_planned(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_rows = list[int]()
+    with opened(family, tree="dynamic:12x3") as decoder:
+        draft: Any = decoder.drafter.model
+        right = draft.forward_parts
+
+        def counted(parts: Any, **how: Any) -> Any:
+            num_rows.append(sum(len(part.token_T) for part in parts))
+            return right(parts, **how)
+
+        monkeypatch.setattr(draft, "forward_parts", counted)
+        text = decoder.begin(PROMPT * 20, Sampling(), shape=DynamicShape(12, 3))
+        decoder.step(text)
+        assert gap(family, decoder, text) < 1e-4
+    assert max(num_rows) == STATE_ROWS and sum(num_rows) >= len(PROMPT) * 20
 
 
 def texts_of(decoder: Decoder, how: dict[str, Any]) -> list[list[int]]:
