@@ -41,8 +41,8 @@ STUDIES = {
     "device": "each promise of the device path: gate, experts, passes, trees, memory, accelerate",
     "kernels": "each kernel against what runs without it, on a CUDA device",
     "moe-pair": "trains the mixture of experts and its draft that other commands measure with",
-    "mtp-pair": "trains an MTP layer for the packaged target; tokens a pass beside the small draft",
-    "block-pair": "trains a block drafter for the packaged target; tokens a pass with and without noise",
+    "mtp-pair": "tokens a pass of the packaged MTP layer beside the small draft, and with lookup",
+    "block-pair": "tokens a pass of the packaged block drafter, ranked with and without noise",
 }
 COMMANDS = {**MEASURES, **STUDIES}
 # files of commands that do not lie in `latency` under their own names

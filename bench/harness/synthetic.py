@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from offload.checkpoint.imagined import layer_shapes
 from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.packaged import stored_weights
 from offload.checkpoint.safetensors import header_bytes
 from offload.checkpoint.tensors import TensorEntry
 from offload.streaming.disk import DiskReader
@@ -109,14 +110,14 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
 
 def origin(source: Path, folder: Path, shape: Shape) -> Path:
     """Write the small model in float32 with the norms that the large one rounds to; return it."""
-    small = load_file(source / "model.safetensors")
+    small = stored_weights(source)
     config = json.loads((source / "config.json").read_text())
     factor = math.sqrt(shape.hidden / config["hidden_size"])
     for name, weight in small.items():
         small[name] = weight.float()
         if weight.ndim == 1:
             small[name] = (small[name] / factor).bfloat16().float() * factor
-    shutil.copytree(source, folder)
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     save_file(small, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -164,7 +165,7 @@ class _Weights:
 
     def __init__(self, source: Path, shape: Shape) -> None:
         small = json.loads((source / "config.json").read_text())
-        self._weights = load_file(source / "model.safetensors")
+        self._weights = stored_weights(source)
         self._shape = shape
         self._sizes = dict(shape.tensors())
         self._h = small["hidden_size"]

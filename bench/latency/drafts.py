@@ -1,9 +1,9 @@
 """What is the quickest way to draft, and does `--draft auto` take it?
 
-The packaged target is inflated with the MTP layer that was trained for it, and a small draft lies
-beside it. No draft, lookup, the carried layer, the small draft and the target's own copy take turns
-on three places: a slow link, a fast one, and memory for all. What `auto` chose is read off what it
-says; the seconds are those of the way that it chose, in the same turns.
+The packaged target is inflated with its MTP layer, and a small draft lies beside it. No draft,
+lookup, the carried layer, the small draft and the target's own copy take turns on three places: a
+slow link, a fast one, and memory for all. What `auto` chose is read off what it says; the seconds
+are those of the way that it chose, in the same turns.
 """
 
 import shutil
@@ -14,7 +14,6 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Row, check, medians, values
-from offload.bench.pairs.mtp_pair import mtp_target
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.engine.decoder import Decoder
 from offload.sampling_options import Sampling
@@ -108,16 +107,12 @@ def main(
     ram: Annotated[str, flag("SIZE", "memory budget where layers stream")] = "750MB",
     temperature: Annotated[float, flag("T", "of all texts")] = 0.7,
 ) -> Findings:
-    """Seconds of a token with each way to draft, in turns, and which of them `auto` takes.
-
-    An MTP layer is trained for the packaged target when it is not in the cache, which takes half an
-    hour on a core.
-    """
+    """Seconds of a token with each way to draft, in turns, and which of them `auto` takes."""
     effort = bench.effort(FULL, QUICK)
     prompt = bench.prompts(1)[0]
     with bench.screen as screen:
         num_bytes = parse_size(size, "--size")
-        target = inflated_target(num_bytes, screen.make_target, mtp_target(screen), "demo-mtp")
+        target = inflated_target(num_bytes, screen.make_target)
     small = target.with_name(_SMALL_FOLDER)
     shutil.copytree(PAIR / "draft", small, dirs_exist_ok=True)
     setting = Setting(target, small, PAIR / "target", parse_size(ram, "--ram"))

@@ -9,10 +9,9 @@ it: that is rule `topk`.
 """
 
 import json
-import statistics
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -24,34 +23,19 @@ from transformers import (
     MuseGlimmerAssistantModel,
 )
 
-from offload.bench.harness.command import Bench, Findings, command
-from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column, Row, Screen, check
-from offload.bench.pairs.training import (
-    LEARNT,
-    TREE,
-    Course,
-    held_out_texts,
-    library_ids,
-    packaged,
-    texts_of,
-    train,
-    trained_once,
-    windows,
-)
+from offload.bench.harness.command import Bench, Findings, command, flag
+from offload.bench.harness.tables import Screen
+from offload.bench.pairs.training import LEARNT, Course, packaged, train, trained_once, windows
+from offload.bench.pairs.ways import Share, Way, compare_ways
 from offload.checkpoint.packaged import PAIR
-from offload.units import parse_size
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-LEAST_GAIN = 1.3
-MOST_SHARE = 0.2
 SMALL, MARGINALS, COUPLED = "small draft", "block by marginals", "block"
-RULES = {SMALL: "match", MARGINALS: "topk", COUPLED: "match"}
 BLOCK = 8
 MASK = 4095
 # what leaves these layers of the target; the last one behind the final norm
 LAYERS = (1, 3, 5)
-_RAM = "2GiB"
+_TRAIN = "measure a block that is trained here, once, in half an hour on a core"
 # of the config of a block, as the target has them
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -201,60 +185,30 @@ def write_block(block: Block, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(block.config(), indent=2) + "\n")
 
 
-def block_draft(screen: Screen) -> Path:
-    """Return the folder of the block, trained once in some twenty-five minutes on a core."""
+def trained_block(screen: Screen) -> Path:
+    """Return the folder of a block trained once, in some twenty-five minutes on a core."""
     recipe = Recipe()
-    return trained_once("block-pair", recipe, partial(make_block, recipe, screen)) / "draft"
+    with screen:
+        return trained_once("block-pair", recipe, partial(make_block, recipe, screen)) / "draft"
 
 
-COLUMNS = (
-    Column("T", "temperature", ".1f"),
-    *(Column(name, name, ".2f") for name in RULES),
-    Column("block / by marginals", "gain", ".2f"),
-    Column("drafting / small draft's", "share", ".2f"),
+WAYS = {
+    SMALL: Way(PAIR / "draft"),
+    MARGINALS: Way(PAIR / "block", rule="topk"),
+    COUPLED: Way(PAIR / "block"),
+}
+SHARES = (
+    Share("block / by marginals", COUPLED, [MARGINALS], 1.3, "higher", temperatures=(0.7, 1.0)),
+    Share("drafting / small draft's", COUPLED, [SMALL], 0.2, "lower", figure="drafting"),
 )
 
 
-def tokens_a_pass(draft: Path, prompts: Tensor, temperature: float, num_new: int) -> Row:
-    """Return the mean tokens a pass of each way to draft, and drafting times; texts are proved."""
-    row: Row = {"temperature": temperature}
-    draft_s = {}
-    for name, rule in RULES.items():
-        folder = PAIR / "draft" if name == SMALL else draft
-        setting = Setting(PAIR / "target", folder, PAIR / "target", parse_size(_RAM, "--ram"))
-        options = {"rule": rule, "lookup": False}
-        figures, written = texts_of(setting, prompts, temperature, num_new, **options)
-        setting._replace(draft=None).prove(written)
-        row[name] = statistics.fmean(stats.tokens_per_sweep for stats in figures)
-        draft_s[name] = statistics.fmean(stats.draft_s / stats.num_sweeps for stats in figures)
-    row["gain"] = row[COUPLED] / row[MARGINALS]
-    row["share"] = draft_s[COUPLED] / draft_s[SMALL]
-    return {**row, **{f"{name}_draft_s": took for name, took in draft_s.items()}}
-
-
 @command("block-pair", "quick")
-def main(bench: Bench) -> Findings:
-    """Tokens a pass of a block drafter that knows the draws, beside the same one that does not.
-
-    The block is trained when it is not in the cache, which takes half an hour on a core.
-    """
-    num_prompts, num_new = bench.effort((24, 128), (4, 48))
-    with bench.screen:
-        draft = block_draft(bench.screen)
-        prompts = held_out_texts(library_ids(held_out=True), PROMPT_TOKENS, num_prompts)
-        rows = [
-            bench.row(tokens_a_pass(draft, prompts, temperature, num_new))
-            for temperature in TEMPERATURES
-        ]
-    gains = [row["gain"] for row in rows if row["temperature"]]
-    shares = [row["share"] for row in rows]
-    return Findings(
-        rows=rows,
-        tables=[(COLUMNS, rows)],
-        checks=[
-            check(f"{TREE}: block / by marginals", gains, LEAST_GAIN, "higher", min(gains)),
-            check(f"{TREE}: drafting / small draft's", shares, MOST_SHARE, "lower", max(shares)),
-        ],
-        settings={"tree": TREE, "num_new": num_new},
-        ceiling={"tokens_per_sweep": BLOCK},
-    )
+def main(
+    bench: Bench,
+    is_trained_here: Annotated[bool, flag(None, _TRAIN, "--train")] = False,
+) -> Findings:
+    """Tokens a pass of a block drafter that knows the draws, beside the same one that does not."""
+    block = trained_block(bench.screen) if is_trained_here else PAIR / "block"
+    ways = {name: way if name == SMALL else way._replace(draft=block) for name, way in WAYS.items()}
+    return compare_ways(bench, PAIR / "target", ways, TEMPERATURES, SHARES, most_tokens=BLOCK)

@@ -7,46 +7,30 @@ rows up to where its guesses begin and its own path behind (training as in EAGLE
 section 3). The target is as it was; its files get the layer beside their own tensors.
 """
 
-import json
 import shutil
-import statistics
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, LlamaForCausalLM
 
-from offload.bench.harness.command import Bench, Findings, command
-from offload.bench.harness.setting import PROMPT_TOKENS, Setting
-from offload.bench.harness.tables import Column, Row, Screen, check
-from offload.bench.pairs.training import (
-    COMPANIONS,
-    LEARNT,
-    TREE,
-    Course,
-    held_out_texts,
-    library_ids,
-    packaged,
-    texts_of,
-    train,
-    trained_once,
-    windows,
-)
+from offload.bench.harness.command import Bench, Findings, command, flag
+from offload.bench.harness.tables import Screen
+from offload.bench.pairs.training import LEARNT, Course, packaged, train, trained_once, windows
+from offload.bench.pairs.ways import Share, Way, compare_ways
+from offload.checkpoint.open import shard_name
 from offload.checkpoint.packaged import PAIR
 from offload.model.library import CACHE
-from offload.units import parse_size
 
 TEMPERATURES = (0.0, 0.7)
-LEAST_SHARE = 0.8
-LEAST_JOINED = 1.1
 SMALL, CARRIED, LOOKUP, JOINED = "small draft", "mtp", "lookup", "mtp + lookup"
-_RAM = "2GiB"
-_WEIGHTS = "model.safetensors"
+SHARD = shard_name(1, 2)  # the packaged target's file that has the layer
+_TRAIN = "measure a layer that is trained here, once, in half an hour on a core"
 _LABEL_WEIGHT = 0.5
 _DEPTH_WEIGHT = 0.8  # of a depth, times that of the depth before
 _NAMES = {
@@ -180,71 +164,35 @@ def make_layer(recipe: Recipe, screen: Screen, work: Path, ids: Tensor, _: Tenso
 
 
 def write_carrying(carried: dict[str, Tensor], folder: Path) -> None:
-    """Write the packaged target with these tensors beside its own."""
-    folder.mkdir(exist_ok=True)
-    weights = load_file(PAIR / "target" / _WEIGHTS)
-    save_file({**weights, **carried}, folder / _WEIGHTS, metadata={"format": "pt"})
-    config = json.loads((PAIR / "target" / "config.json").read_text())
-    config = {**config, "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COMPANIONS:
-        shutil.copyfile(PAIR / "target" / name, folder / name)
+    """Write the packaged target with these tensors in place of its own MTP layer."""
+    shutil.copytree(PAIR / "target", folder, dirs_exist_ok=True)
+    save_file(carried, folder / SHARD, metadata={"format": "pt"})
 
 
-def mtp_target(screen: Screen) -> Path:
-    """Return the folder of the target with its layer, trained once in some twenty minutes on a core."""
+def trained_target(screen: Screen) -> Path:
+    """Return the folder of the target with a layer trained once, in some twenty minutes on a core."""
     recipe = Recipe()
-    return trained_once("mtp-pair", recipe, partial(make_layer, recipe, screen)) / "target"
+    with screen:
+        return trained_once("mtp-pair", recipe, partial(make_layer, recipe, screen)) / "target"
 
 
-COLUMNS = (
-    Column("T", "temperature", ".1f"),
-    *(Column(name, name, ".2f") for name in (SMALL, CARRIED, LOOKUP, JOINED)),
-    Column("mtp / small", "share", ".2f"),
-    Column("joined / better", "gain", ".2f"),
+WAYS = {
+    SMALL: Way(PAIR / "draft"),
+    CARRIED: Way(Path("mtp")),
+    LOOKUP: Way(None, has_lookup=True),
+    JOINED: Way(Path("mtp+lookup"), has_lookup=True),
+}
+SHARES = (
+    Share("mtp / small draft", CARRIED, [SMALL], 0.8, "higher"),
+    Share("mtp + lookup / better alone", JOINED, [CARRIED, LOOKUP], 1.1, "higher"),
 )
 
 
-def tokens_a_pass(folder: Path, prompts: Tensor, temperature: float, num_new: int) -> Row:
-    """Return the mean tokens a pass of each way to draft; the texts are proved."""
-    drafts = {SMALL: PAIR / "draft", CARRIED: Path("mtp"), LOOKUP: None, JOINED: Path("mtp+lookup")}
-    row: Row = {"temperature": temperature}
-    for name, draft in drafts.items():
-        setting = Setting(folder, draft, folder, parse_size(_RAM, "--ram"))
-        has_lookup = name in (LOOKUP, JOINED)
-        figures, written = texts_of(setting, prompts, temperature, num_new, lookup=has_lookup)
-        setting._replace(draft=None).prove(written)
-        row[name] = statistics.fmean(stats.tokens_per_sweep for stats in figures)
-    row["share"] = row[CARRIED] / row[SMALL]
-    row["gain"] = row[JOINED] / max(row[CARRIED], row[LOOKUP])
-    return row
-
-
 @command("mtp-pair", "quick")
-def main(bench: Bench) -> Findings:
-    """Tokens a pass of an MTP layer beside a small draft, and of the layer with lookup.
-
-    The layer is trained when it is not in the cache, which takes half an hour on a core.
-    """
-    num_prompts, num_new = bench.effort((24, 128), (4, 48))
-    with bench.screen:
-        folder = mtp_target(bench.screen)
-        prompts = held_out_texts(library_ids(held_out=True), PROMPT_TOKENS, num_prompts)
-        rows = [
-            bench.row(tokens_a_pass(folder, prompts, temperature, num_new))
-            for temperature in TEMPERATURES
-        ]
-    shares = [row["share"] for row in rows]
-    gains = [row["gain"] for row in rows]
-    return Findings(
-        rows=rows,
-        tables=[(COLUMNS, rows)],
-        checks=[
-            check(f"{TREE}: mtp / small draft", shares, LEAST_SHARE, "higher", min(shares)),
-            check(
-                f"{TREE}: mtp + lookup / better alone", gains, LEAST_JOINED, "higher", min(gains)
-            ),
-        ],
-        settings={"tree": TREE, "num_new": num_new},
-        ceiling={"tokens_per_sweep": 17},
-    )
+def main(
+    bench: Bench,
+    is_trained_here: Annotated[bool, flag(None, _TRAIN, "--train")] = False,
+) -> Findings:
+    """Tokens a pass of the packaged target's MTP layer beside a small draft, and of both with lookup."""
+    target = trained_target(bench.screen) if is_trained_here else PAIR / "target"
+    return compare_ways(bench, target, WAYS, TEMPERATURES, SHARES, most_tokens=17)

@@ -22,13 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import held_out_files, library_files, read_source
-from offload.bench.harness.setting import Setting
 from offload.bench.harness.tables import Screen
 from offload.checkpoint.files import cache_folder, locked_anew, replacing
 from offload.checkpoint.packaged import PAIR
-from offload.stats import Stats
 
 # files beside a packaged model's weights
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -39,8 +36,6 @@ KEPT = (
     *("bos_token_id", "eos_token_id", "tie_word_embeddings"),
 )
 LEARNT = 1000  # where the seeds of windows begin
-TREE = "dynamic:64x16"  # by which pairs are compared
-_CONTEXT = 512
 _END_OF_TEXT = 0
 _WARMUP_STEPS = 20
 _LEAST_SHARE = 0.05
@@ -209,17 +204,3 @@ def draft_loss(target: PreTrainedModel, draft: PreTrainedModel, tokens_BS: Tenso
     law_NV = wanted_NV.float().log_softmax(-1)
     kl = functional.kl_div(log_NV, law_NV, log_target=True, reduction="batchmean")
     return kl + _LABEL_WEIGHT * functional.nll_loss(log_NV, wanted_NV.argmax(-1))
-
-
-def texts_of(
-    setting: Setting, prompts: Tensor, temperature: float, num_new: int, **options: Any
-) -> tuple[list[Stats], list[Written]]:
-    """Return the figures of each prompt's text, and the texts; each prompt has a seed of its own."""
-    figures = list[Stats]()
-    written = list[Written]()
-    with setting.open(TREE, context=_CONTEXT, dtype="float32", **options) as decoder:
-        for seed, ids in enumerate(prompts.tolist()):
-            done = decoder.generate(ids, max_new_tokens=num_new, temperature=temperature, seed=seed)
-            figures.append(done.stats)
-            written.append(Written.from_result(ids, done))
-    return figures, written

@@ -40,7 +40,7 @@ from offload.checkpoint.files import (
 )
 from offload.checkpoint.imagined import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.open import shard_name
+from offload.checkpoint.open import find_shards, shard_name
 from offload.checkpoint.safetensors import header_bytes
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF
@@ -95,6 +95,10 @@ class Settings:
 '''
 
 
+class OtherInflationError(UserError):
+    """A folder was inflated, but from other weights or to other sizes."""
+
+
 class InflationPlan(NamedTuple):
     """The sizes of an inflated model; kv heads and head width stay those of the small one."""
 
@@ -146,8 +150,8 @@ def inflate(
     """Write the inflated checkpoint of `source`, unless it exists already; return its folder.
 
     `source` is a Llama without biases or a Qwen3-MoE with experts in every layer. Its head is tied,
-    all its tensors are in one file and of one type, and an MTP layer has Qwen's form. `progress` is
-    called with the bytes done and the bytes in all. Raises `UserError` for a destination with other
+    all its tensors are of one type, and an MTP layer has Qwen's form. `progress` is called with the
+    bytes done and the bytes in all. Raises `UserError` for a destination with other
     content or that another process writes to, and for a full disk.
     """
     destination = destination.resolve()
@@ -191,6 +195,12 @@ def inflated_config(source: Path, target_bytes: int) -> dict[str, Any]:
         _inner_size_name(small): plan.ffn_size,
         "num_hidden_layers": plan.num_layers,
     }
+
+
+def stored_weights(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a folder's files by name."""
+    shards, _ = find_shards(folder)
+    return {name: weight for shard in shards for name, weight in load_file(shard).items()}
 
 
 def _inner_size_name(config: dict[str, Any]) -> str:
@@ -297,7 +307,7 @@ class _Corners:
 
     def __init__(self, source: Path, config: dict[str, Any]) -> None:
         self.config = config
-        self._weights = load_file(source / "model.safetensors")
+        self._weights = stored_weights(source)
 
     def outer(self, big: dict[str, Any]) -> list[_Piece]:
         """Return the tensors outside the layers."""
@@ -417,7 +427,7 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
     manifest = read_json(destination / INFLATED)
     if manifest.get("made_from") != made_from:
         why = "was inflated from other weights or to other sizes"
-        raise UserError(f"{destination} {why}: remove it or choose another")
+        raise OtherInflationError(f"{destination} {why}: remove it or choose another")
     for name, num_bytes in manifest["files"].items():
         path = destination / name
         if not path.is_file() or path.stat().st_size != num_bytes:
@@ -439,7 +449,12 @@ def inflated_target(
             f"cannot write {folder}", "set XDG_CACHE_HOME to another folder"
         ):
             cache_folder().mkdir(parents=True, exist_ok=True)
-            return inflate(source, folder, size_bytes, progress=progress)
+            try:
+                return inflate(source, folder, size_bytes, progress=progress)
+            except OtherInflationError:
+                # of an earlier version of this program, whose pair was another
+                shutil.rmtree(folder)
+                return inflate(source, folder, size_bytes, progress=progress)
     except BusyError:
         complaint = "another command is making the packaged model just now"
         raise UserError(f"{complaint}: try again when it has") from None

@@ -81,11 +81,11 @@ def settle_draft(
     trials = _kept(place)
     if trials is None or {*trials.s_per_token} != {*names}:
 
-        def opened(name: str) -> Decoder:
+        def resolved(name: str) -> Setup:
             setup.hooks.on_phase(f"trying drafts: {Path(name).name}")
-            return open_setup(again(with_draft(options, name)))
+            return again(with_draft(options, name))
 
-        trials = _tried(names, sampling, opened)
+        trials = _tried(names, sampling, resolved)
         write_atomically(place, msgspec.json.encode(trials).decode())
     settled = again(with_draft(options, trials.by_speed[0][1]))
     return replace(settled, hooks=setup.hooks, notes=(*settled.notes, trials.why))
@@ -126,24 +126,32 @@ def _small_models(target: Checkpoint) -> Iterator[Checkpoint]:
             yield small
 
 
-def _tried(names: list[str], sampling: Sampling, opened: Callable[[str], Decoder]) -> DraftTrials:
+def _tried(
+    names: list[str],
+    sampling: Sampling,
+    resolved: Callable[[str], Setup],
+    opened: Callable[[Setup], Decoder] = open_setup,
+) -> DraftTrials:
     s_per_token = dict[str, float | None]()
     predicted = dict[str, float]()
     for name in names:
+        s_per_token[name] = None
         best_s = min((took for took in s_per_token.values() if took is not None), default=math.inf)
         try:
-            with opened(name) as decoder:
-                least_s = _predicted_s(decoder, sampling) / _OFF_AT_MOST
-                if least_s > best_s:
-                    predicted[name] = _OFF_AT_MOST * least_s
-                    s_per_token[name] = None
-                else:
-                    s_per_token[name] = _s_per_token(decoder, sampling, best_s)
+            setup = resolved(name)
+            # what has no chance is not even read
+            least_s = 0.0 if best_s == math.inf else setup.link_s(sampling)
+            if least_s <= _OFF_AT_MOST * best_s:
+                with opened(setup) as decoder:
+                    least_s = _predicted_s(decoder, sampling)
+                    if least_s <= _OFF_AT_MOST * best_s:
+                        s_per_token[name] = _s_per_token(decoder, sampling, best_s)
+                        continue
+            predicted[name] = least_s
         except UserError:
+            # for instance no room: no other run of these options could load it either
             if name == _NONE:
                 raise
-            # for instance no room: no other run of these options could load it either
-            s_per_token[name] = None
     return DraftTrials(s_per_token, predicted)
 
 

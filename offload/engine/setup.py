@@ -17,7 +17,7 @@ from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.memory.plan import MemoryBudget, MemoryPlan
 from offload.memory.planner import plan_memory
 from offload.planning.budget import machine_costs, traffic_in
-from offload.planning.choice import TrafficOf, TreeRoom
+from offload.planning.choice import TrafficOf, TreeRequest, TreeRoom, choose, most_nodes
 from offload.planning.hardware import Assumptions, Hardware
 from offload.planning.knowledge import Knowledge, LinkRate, Provenance, RunSettings
 from offload.planning.load_options import LoadOptions
@@ -185,6 +185,17 @@ class Setup:
         traffic = self.room.traffic_of(largest)
         is_streamed = traffic is not None and traffic.is_streamed
         return self.link(largest) if is_streamed else LinkRate(math.inf, Provenance.MEASURED)
+
+    def link_s(self, sampling: Sampling) -> float:
+        """Return the seconds per token of the link alone, with the best tree; 0 if nothing is known."""
+        settings = self.settings(sampling)
+        known = self.knowledge(settings)
+        link = self.startup_link(most_nodes(self.tree, known, self.room))
+        if link.bytes_per_s in (None, math.inf):
+            return 0.0
+        known = known.with_link(link).with_least_costs(counts_link=True)
+        choice = choose(self.tree, known, TreeRequest(self.room, settings.rule))
+        return min((tree.s_per_token for tree in choice.candidates), default=0.0)
 
     def _link_bytes_per_s(self, most_nodes: int) -> float:
         """Infinite where nothing streams to a GPU, even with the largest trees, of `most_nodes`."""

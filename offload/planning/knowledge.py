@@ -409,7 +409,7 @@ class Knowledge:
         times = Provenance.UNKNOWN if is_here and link.source is Provenance.UNKNOWN else self.times
         return replace(self, link=link, times=times)
 
-    def with_least_costs(self, products_s: Curve, *, counts_link: bool) -> "Knowledge":
+    def with_least_costs(self, products_s: Curve = NOTHING, *, counts_link: bool) -> "Knowledge":
         """Return this with the least that a step takes, where nothing of computing is known.
 
         Args:

@@ -4,21 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from offload.bench.harness.command import Effort
 from offload.bench.latency import drafts
-from offload.bench.pairs.mtp_pair import MtpLayer, write_carrying
-from offload.bench.pairs.training import packaged
 
 
 @pytest.mark.full
 def test_every_way_has_a_row_and_auto_takes_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    carrying = tmp_path / "carrying"
-    write_carrying(MtpLayer(packaged("target").requires_grad_(False)).stored(), carrying)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(drafts, "mtp_target", lambda screen: carrying)
     monkeypatch.setattr(drafts, "QUICK", Effort(rounds=1, num_tokens=10, limit_s=0.5))
     monkeypatch.setattr(drafts, "PLACES", drafts.PLACES[1:])
     drafts.main(quick=True, source=None, json_file=tmp_path / "found.json", size="60MB", ram="400MB", temperature=0.7)

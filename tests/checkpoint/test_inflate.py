@@ -151,6 +151,19 @@ def test_foreign_folders_and_files_are_refused(small: Callable[..., Path], tmp_p
     assert (inflate(source, tmp_path / "empty", TARGET_BYTES) / "config.json").is_file()
 
 
+def test_a_target_of_an_earlier_pair_is_made_again(
+    small: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only in the cache: elsewhere a folder is its owner's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sources = [small(), save_small(tmp_path / "other", seed=1)]
+    for source in sources:
+        made = module.inflated_target(TARGET_BYTES, lambda *_: None, source)
+        assert relative_error(source, made) < 1e-4
+    with pytest.raises(UserError, match="was inflated from other weights"):
+        inflate(sources[0], made, TARGET_BYTES)
+
+
 def test_interrupted_run_leaves_nothing_and_a_killed_one_nothing_for_long(
     small: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,18 +3,28 @@
 import math
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from carried_models import carrying
 from made_up_drafter import Recalling, first_layer
+from plans import specified_files
 
 import offload
 from offload import load
+from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.packaged import PAIR
 from offload.engine import draft_choice
 from offload.engine.decoder import Decoder
-from offload.planning.draft_kinds import KINDS, DraftKind
+from offload.engine.resolve import resolve
+from offload.memory.plan import MemoryBudget
+from offload.memory.planner import least_budget, plan_memory
+from offload.model.headers import specified
+from offload.planning.draft_kinds import KINDS, DraftKind, files_of
+from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
 
 # of a draft of its own files: what names it, what is assumed of it, and ranks that draft for others
@@ -84,9 +94,31 @@ def test_trials_that_cannot_win_are_cut_or_not_begun(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(draft_choice, "_s_per_token", lambda *_: next(took))
         predicted = iter([0.0, 2.4, 2.6])
         monkeypatch.setattr(draft_choice, "_predicted_s", lambda *_: next(predicted))
-        trials = draft_choice._tried(["none", "mtp", "self:int4"], Sampling(), lambda _: nullcontext(decoder))
-    assert trials.s_per_token == {"none": 1.0, "mtp": 2.0, "self:int4": None}
-    assert trials.why.endswith("none 1, mtp 2; not tried, as predicted: self:int4 2.6")
+        of_link = {"mtp": 2.4, "self:int4": 2.4, "small": 2.7}
+        opened = list[str]()
+        names = ["none", "mtp", "self:int4", "small"]
+        trials = draft_choice._tried(
+            names,
+            Sampling(),
+            lambda name: SimpleNamespace(name=name, link_s=lambda _: of_link[name]),
+            lambda setup: opened.append(setup.name) or nullcontext(decoder),
+        )
+    assert opened == names[:3], "what the link alone rules out is not read"
+    assert trials.s_per_token == {"none": 1.0, "mtp": 2.0, "self:int4": None, "small": None}
+    assert trials.why.endswith("none 1, mtp 2; not tried, as predicted: self:int4 2.6, small 2.7")
+
+
+def test_what_the_link_alone_takes_follows_from_headers() -> None:
+    """A pass has at least one token, and fewer than its tree has nodes."""
+    rate = 50_000_000
+    files = specified_files(*files_of([specified(open_checkpoint(PAIR / "target"))], "mtp", None))
+    budget = {"dtype": "bfloat16", "context": 256}
+    least = least_budget(lambda ram: plan_memory(files, MemoryBudget(ram_bytes=ram, **budget), 1))
+    options = LoadOptions(PAIR / "target", "mtp", least + 3_000_000, **budget, link_limit=f"{rate}B", device="cpu")
+    setup = resolve(options)
+    pass_s = setup.plan_for(1).streamed_bytes / rate
+    assert pass_s / 64 < setup.link_s(Sampling()) < pass_s
+    assert resolve(replace(options, ram="1GiB")).link_s(Sampling()) == 0, "where nothing streams"
 
 
 def test_files_of_a_draft_are_asked_for_in_few_places() -> None:
