@@ -131,8 +131,8 @@ def test_a_command_ends_with_its_table_and_its_result(
     assert result["bench"] == name and result["rows"] and len(outcome.out.splitlines()) > 3
     if name in ("many", "beside"):
         assert result["settings"]["proof"]["num_exact"] > 0 and "gate: " in outcome.out
-        told = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-        before, after = told[: len(told) // 2], told[len(told) // 2 :]
+        rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+        before, after = rows[: len(rows) // 2], rows[len(rows) // 2 :]
         assert before == [{**row, "is_proved": False} for row in after], "figures of tokens that may still be wrong"
 
 
@@ -173,8 +173,8 @@ def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: p
     assert listing == shell("bench", "--help") and listing.code == 0
     assert "decode " in listing.out and "soak " in listing.out
     for command in ("passes", "decode", "gate", "device", "peers", "compare", "many"):
-        told = shell("bench", command, "--help")
-        assert told.code == 0 and f"offload bench {command}" in told.out, command
+        ended = shell("bench", command, "--help")
+        assert ended.code == 0 and f"offload bench {command}" in ended.out, command
     assert process("bench", "--help", python=("-c", LISTS_IMPORTS), is_cold=True).out.endswith("heavy: set()\n")
 
     def absent(name: str) -> Any:

@@ -26,7 +26,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "
         figures: dict[str, Any] = follow(order)
         if order.options["experts"] == spoilt:
             runs = figures["runs"]
-            figures["runs"] = [one._replace(bursts=[(at, [7] * len(ids)) for at, ids in one.bursts]) for one in runs]
+            figures["runs"] = [run._replace(bursts=[(at, [7] * len(ids)) for at, ids in run.bursts]) for run in runs]
         return peers.with_runs(figures)
 
     monkeypatch.setattr(command, "CEILING_BYTES", 1_000_000)

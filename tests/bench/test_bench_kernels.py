@@ -40,10 +40,10 @@ def test_kernels_stand_beside_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     size = (128, 256)
     monkeypatch.setattr(bench, "SIZE", size)
     monkeypatch.setattr(bench, "DTYPE", torch.float32)
-    found = list(expand_all(FakeDevice(), clock(1.0, 0.5, 2.0)))
-    assert [one["shape"] for one in found] == [one.name for one in samples(*size)]
-    assert [one["reason"] for one in found] == [""] * len(found)
-    assert found[0]["of_copy"] == 2 and found[0]["bytes_per_s"] == 4 * 128 * 256 / 0.5
+    rows = list(expand_all(FakeDevice(), clock(1.0, 0.5, 2.0)))
+    assert [row["shape"] for row in rows] == [row.name for row in samples(*size)]
+    assert [row["reason"] for row in rows] == [""] * len(rows)
+    assert rows[0]["of_copy"] == 2 and rows[0]["bytes_per_s"] == 4 * 128 * 256 / 0.5
     broken = EXPANSION_KERNELS._replace(float8=lambda *arguments: arguments[-1].fill_(3))
     monkeypatch.setattr(bench, "EXPANSION_KERNELS", broken)
     wrong = next(expand_all(FakeDevice(), clock(1.0)))

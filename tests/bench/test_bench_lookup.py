@@ -30,8 +30,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def result_of(outcome: Outcome) -> dict[str, Any]:
     assert outcome.code == 0, outcome.err
     assert "gate: " in outcome.out
-    found: dict[str, Any] = json.loads(outcome.out.splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(outcome.out.splitlines()[-1])
+    return figures
 
 
 def test_copies_are_begun_again_and_halves_share_none() -> None:

@@ -17,7 +17,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def test_latencies_of_two_runs() -> None:
-    found = latencies(TWO_RUNS)
+    got = latencies(TWO_RUNS)
     for name, values in {
         "ttft_s": [1.0, 2.0],
         "tpot_s": [1.5 / 4, 0.25 / 4],
@@ -25,11 +25,11 @@ def test_latencies_of_two_runs() -> None:
         "sweep_s": [0.5, 1.0, 0.25],
         "e2el_s": [2.5, 2.25],
     }.items():
-        assert {kind: found[f"{kind}_{name}"] for kind in ("mean", "median", "p99")} == spread(values), name
-    assert found["median_itl_s"] == 0 and found["p99_itl_s"] == pytest.approx(0.96)
-    assert found["output_tokens_per_s"] == pytest.approx(11 / 4.75)
-    assert found["decode_tokens_per_s"] == pytest.approx(8 / 1.75)
-    assert len(found) == 5 * 3 + 2
+        assert {kind: got[f"{kind}_{name}"] for kind in ("mean", "median", "p99")} == spread(values), name
+    assert got["median_itl_s"] == 0 and got["p99_itl_s"] == pytest.approx(0.96)
+    assert got["output_tokens_per_s"] == pytest.approx(11 / 4.75)
+    assert got["decode_tokens_per_s"] == pytest.approx(8 / 1.75)
+    assert len(got) == 5 * 3 + 2
 
 
 def test_runs_without_tokens_and_single_bursts() -> None:

@@ -65,11 +65,11 @@ def test_gate_lets_a_mixture_part_from_float32_by_as_much_as_its_own_scores_do()
     run = Written([1], chosen, Sampling(), "match")
     typed_TV = logits_TV.clone()
     typed_TV[90, 3] += 0.75  # another row, where a router has chosen otherwise
-    found = prove([run], score, lambda prompt_ids, new_ids: typed_TV)
-    assert found == Proof(399, 1, 0, 0.0, 1, pytest.approx(0.75))
+    proof = prove([run], score, lambda prompt_ids, new_ids: typed_TV)
+    assert proof == Proof(399, 1, 0, 0.0, 1, pytest.approx(0.75))
     assert (
         "1 of these by what routers choose in 16 bits, which moves the original's own scores by up to 0.75"
-        in found.line
+        in proof.line
     )
     for spoilt_TV in (logits_TV, typed_TV.where(typed_TV < 1e9, 0.0) * math.nan):
         with pytest.raises(UserError, match=r"new token 7 is wrong, it misses the draw by 0\.500"):
@@ -105,9 +105,9 @@ def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.
 
 
 def test_prompts_repeat_and_none_comes_twice() -> None:
-    found = prompts(["code"], 6)
-    assert found == prompts(["code"], 6) and len({prompt.text for prompt in found}) == len(found) == 6
-    assert all(prompt.text.strip() and len(prompt.text) <= 1200 for prompt in found)
+    chosen = prompts(["code"], 6)
+    assert chosen == prompts(["code"], 6) and len({prompt.text for prompt in chosen}) == len(chosen) == 6
+    assert all(prompt.text.strip() and len(prompt.text) <= 1200 for prompt in chosen)
 
 
 def test_files_of_the_users(tmp_path: Path) -> None:
@@ -115,9 +115,9 @@ def test_files_of_the_users(tmp_path: Path) -> None:
     questions, text = tmp_path / "mt_bench.jsonl", tmp_path / "story.txt"
     questions.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     text.write_text("Once upon a time")
-    found = prompts([str(questions), str(text)], 9)
-    assert [prompt.text for prompt in found] == ["One?", "Three?", "Four?", "Once upon a time"]
-    assert [prompt.is_chat for prompt in found] == [True, True, True, False]
+    chosen = prompts([str(questions), str(text)], 9)
+    assert [prompt.text for prompt in chosen] == ["One?", "Three?", "Four?", "Once upon a time"]
+    assert [prompt.is_chat for prompt in chosen] == [True, True, True, False]
     questions.write_text('{"turns": []}')
     with pytest.raises(UserError, match=r"mt_bench.jsonl:1 has no question"):
         prompts([str(questions)], 1)
@@ -145,8 +145,8 @@ def test_prompts_are_compared_with_themselves() -> None:
     names, rng = ["a", "b", "c", "d"], random.Random(1)
     before = [2.0, 4.0, 6.0, 9.0]
     after = [0.9 * value * rng.gauss(1, 0.005) for value in before]
-    told = change("paired", Guard(before, "higher", names), Guard(after, "higher", names))
-    assert told.after / told.before == pytest.approx(told.ratio)
+    verdict = change("paired", Guard(before, "higher", names), Guard(after, "higher", names))
+    assert verdict.after / verdict.before == pytest.approx(verdict.ratio)
     assert change("paired", Guard(before, "higher", names), Guard(after, "higher", names)).is_worse
     assert not change("heaps", Guard(before, "higher"), Guard(after, "higher")).is_worse
 

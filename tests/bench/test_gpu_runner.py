@@ -30,8 +30,8 @@ HANG = "\nwhile True: time.sleep(60)"
 DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
 
 
-def step(name: str, code: str, budget_s: float = 20.0, **more: Any) -> Step:
-    return Step(name, ("-c", ADD + code), budget_s, 0.0, **more)
+def step(name: str, code: str, budget_s: float = 20.0, **options: Any) -> Step:
+    return Step(name, ("-c", ADD + code), budget_s, 0.0, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -75,16 +75,16 @@ ENDS = {  # what a step does after its first row, its budget, and what is then s
 }  # fmt: skip
 
 
-@matrix("what", ENDS, daily=3)
-def test_a_step_that_ends_in_any_way_keeps_its_rows_and_stops_no_other(what: str, tmp_path: Path) -> None:
-    code, budget_s, said = ENDS[what]
+@matrix("ending", ENDS, daily=3)
+def test_a_step_that_ends_in_any_way_keeps_its_rows_and_stops_no_other(ending: str, tmp_path: Path) -> None:
+    code, budget_s, said = ENDS[ending]
     steps = step("first", "add('one')\n" + code, budget_s), step("second", "add('other')")
     out = tmp_path / "out"
     assert run(out, *steps) == 0
     names = names_in(out)
     assert names[0] == "one" and names[-1] == "other"
     assert status(out, "first") == said and status(out, "second") == "done"
-    assert ("late" in names) == ("interrupted" in what)
+    assert ("late" in names) == ("interrupted" in ending)
     assert f"{said}\n" in Files(out).summary.read_text() and len(list(out.iterdir())) <= 8
     assert run(out, *steps) == 0
     again = ["first"] if said != "done" else []
@@ -159,15 +159,17 @@ def test_a_runner_that_is_killed_takes_its_step_along(tmp_path: Path) -> None:
 def test_what_the_table_names_is_there() -> None:
     from importlib.util import find_spec
 
-    for one in (*all_steps(True), *all_steps(False)):
-        modules = [word for flag, word in zip(one.command, one.command[1:], strict=False) if flag in ("-m", "-p")]
-        assert all(find_spec(name) for name in modules if name.startswith("offload.")), one
-        assert all((ROOT / word).is_file() for word in one.command if word.startswith("tests/")), one
-        assert one.least_s <= one.budget_s <= _MOST_S / 2
-    names = [one.name for one in all_steps(False)]
-    assert names == [one.name for one in all_steps(True)] and names[:3] == ["facts", "gate", "device"]
-    assert sum(one.budget_s for one in all_steps(False)) <= _MOST_S
-    assert json.dumps([one._asdict() for one in all_steps(False)]).count("{rows}") == len(all_steps(False)) - 3
+    for planned in (*all_steps(True), *all_steps(False)):
+        modules = [
+            word for flag, word in zip(planned.command, planned.command[1:], strict=False) if flag in ("-m", "-p")
+        ]
+        assert all(find_spec(name) for name in modules if name.startswith("offload.")), planned
+        assert all((ROOT / word).is_file() for word in planned.command if word.startswith("tests/")), planned
+        assert planned.least_s <= planned.budget_s <= _MOST_S / 2
+    names = [planned.name for planned in all_steps(False)]
+    assert names == [planned.name for planned in all_steps(True)] and names[:3] == ["facts", "gate", "device"]
+    assert sum(planned.budget_s for planned in all_steps(False)) <= _MOST_S
+    assert json.dumps([planned._asdict() for planned in all_steps(False)]).count("{rows}") == len(all_steps(False)) - 3
 
 
 def is_gone(pid: int) -> bool:
@@ -185,9 +187,9 @@ def _runs(pid: int) -> bool:
 
 def wait_for(ask: Callable[[], Any], most_s: float = 20.0) -> Any:
     give_up = time.monotonic() + most_s
-    while not (found := ask()) and time.monotonic() < give_up:
+    while not (answer := ask()) and time.monotonic() < give_up:
         time.sleep(0.02)
-    return found
+    return answer
 
 
 @pytest.mark.full
@@ -196,6 +198,6 @@ def test_two_cards_are_rehearsed_and_skipped_by_name_where_there_are_not_two(dev
     command = [sys.executable, "-m", "offload.bench.gpu.cards", "--rows", str(tmp_path / "rows"), "--device", device]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=200)
     rows = read_rows(tmp_path / "rows")
-    exact = [one["row"] for one in rows if one["promise"] == "exact" and one["is_met"]]
+    exact = [row["row"] for row in rows if row["promise"] == "exact" and row["is_met"]]
     assert len(exact) == (len(WAYS) if device == "cpu,cpu" else 0)
-    assert device == "cpu,cpu" or [one["row"] for one in rows] == ["cards: skipped, 2 are wanted"]
+    assert device == "cpu,cpu" or [row["row"] for row in rows] == ["cards: skipped, 2 are wanted"]

@@ -40,7 +40,7 @@ def layer_errors(dense: LlamaForCausalLM, mixture: Qwen3MoeForCausalLM) -> list[
     """How far each feed-forward part of the mixture is from the dense one, on the same rows."""
     hidden = torch.randn(1, 64, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
     pairs = zip(dense.model.layers, mixture.model.layers, strict=True)
-    outs = [(one.mlp(hidden), other.mlp(hidden)) for one, other in pairs]
+    outs = [(ours.mlp(hidden), other.mlp(hidden)) for ours, other in pairs]
     return [((got - wanted).norm() / wanted.norm()).item() for wanted, got in outs]
 
 
@@ -81,6 +81,6 @@ def test_a_cut_run_ends_with_the_weights_of_an_uncut_one(
     with pytest.raises(KeyboardInterrupt):
         learn(cut, tmp_path / "cut", 12, stop_at)
     assert len(learn(again, tmp_path / "cut", 12)) == 12 - 5
-    assert all(torch.equal(one, other) for one, other in zip(uncut.parameters(), again.parameters(), strict=True))
+    assert all(torch.equal(left, other) for left, other in zip(uncut.parameters(), again.parameters(), strict=True))
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "uncut", "cut"}
     assert not torch.equal(cut.lm_head.weight, uncut.lm_head.weight)

@@ -76,8 +76,8 @@ def test_streamed_text_with_large_trees_is_that_of_no_draft(carrying: tuple[Path
     for draft, tree, ram in ((None, "none", None), ("mtp", "dynamic:256x6", least_budget(plan))):
         with load(carrying[0], draft, ram, tree, dtype="float32", lookup=False, context=256) as decoder:
             assert decoder.plan.is_streamed == (draft is not None)
-            how = {"max_new_tokens": 24, "seed": 7}
-            texts.append([decoder.generate(PROMPT, temperature=heat, **how).token_ids for heat in (0.0, 0.7)])
+            options = {"max_new_tokens": 24, "seed": 7}
+            texts.append([decoder.generate(PROMPT, temperature=heat, **options).token_ids for heat in (0.0, 0.7)])
     assert texts[0] == texts[1]
 
 

@@ -104,7 +104,7 @@ def test_the_child_joins_the_group_that_has_the_cap(cap: FakeCap, monkeypatch: p
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, float]]]:
+def events_of_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, float]]]:
     """What happens in a child, and when; the program takes its time to open."""
     events: list[tuple[str, float]] = []
 
@@ -125,10 +125,10 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple
     yield events
 
 
-def test_every_program_starts_with_a_cold_cache(told: list[tuple[str, float]]) -> None:
+def test_every_program_starts_with_a_cold_cache(events_of_child: list[tuple[str, float]]) -> None:
     given = order("slow")
     follow(given)
-    assert [what for what, _ in told] == [given.target, "open"]
+    assert [event for event, _ in events_of_child] == [given.target, "open"]
 
 
 # What an interruption leaves

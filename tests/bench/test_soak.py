@@ -15,13 +15,13 @@ from offload.bench.soak.soak import Sample, drift, speed_kept
 MIB = 1 << 20
 
 
-def looks(num: int = 60, *, leak: float = 0.0, start: float = 0.0, **more: Any) -> list[Sample]:
+def looks(num: int = 60, *, leak: float = 0.0, start: float = 0.0, **options: Any) -> list[Sample]:
     """A process of 500 MiB that wavers by 5, grows by `leak` MiB a look, and by `start` at first."""
     return [
-        one._replace(**{name: kind(n) for name, kind in more.items()})
+        sample._replace(**{name: kind(n) for name, kind in options.items()})
         for n in range(num)
         for mib in [500 + 5 * math.sin(n) + leak * n - start * math.exp(-n)]
-        for one in [Sample(60.0 * n, int(MIB * mib), 9, 4, 0, 30.0 * n, 100 * n)]
+        for sample in [Sample(60.0 * n, int(MIB * mib), 9, 4, 0, 30.0 * n, 100 * n)]
     ]
 
 

@@ -63,7 +63,7 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
     settings = ("plan", "-m", configs[0], "-d", configs[1], "--hardware", "l40", "--context", 256)
     got = json.loads(shell(*settings, "--tree", "768x22", "--tokens-per-sweep", 12.18, "--json").out)
     plain, tree = got["predictions"]
-    trees = [(one["tree"], one["tokens_per_sweep"]) for one in (plain, tree)]
+    trees = [(prediction["tree"], prediction["tokens_per_sweep"]) for prediction in (plain, tree)]
     assert trees == [("none", 1), ("768x22", 12.18)]
     base, here = (row["here"] for row in paper_rows()[:2])
     assert plain["s_per_token"] == pytest.approx(base, rel=0.01), "without a tree the draft's memory goes to layers"
@@ -76,10 +76,10 @@ def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
     assert slow.basis.startswith("a range, as measured for Llama-2 70B with 7B (arXiv 2402.12374);")
     assert slow.predictions[1].label == "dynamic:2048x48" and "counted as the static one" in slow.basis
     assert quick.predictions[1].shape.num_nodes < 1024, "what fits into the card is not hidden behind a link"
-    for found in (slow, quick):
-        assert found.predictions[1].s_per_token < found.predictions[0].s_per_token
-        num_nodes = found.predictions[1].shape.num_nodes
-        assert num_nodes <= found.plan.num_nodes <= 4 * num_nodes, "passes may yet show that more pay"
+    for counted in (slow, quick):
+        assert counted.predictions[1].s_per_token < counted.predictions[0].s_per_token
+        num_nodes = counted.predictions[1].shape.num_nodes
+        assert num_nodes <= counted.plan.num_nodes <= 4 * num_nodes, "passes may yet show that more pay"
 
 
 def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None:
@@ -166,7 +166,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     asked: list[tuple[str, object]] = []
     monkeypatch.setattr("offload.streaming.device.has_cuda_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *how, **_: asked.append(how) or PaperCard())
+    monkeypatch.setattr("offload.streaming.cuda.open_device", lambda *given, **_: asked.append(given) or PaperCard())
     monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     return asked
@@ -178,13 +178,13 @@ def test_a_plan_is_of_the_card_that_a_run_would_take(pair: Pair, card: list[tupl
     assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_layer_slots == 0
     assert roomy.notes == ("cuda:1 is a Paper 9000, 2.94 GiB of it to use; `device` cpu does without",)
     tight = roomy.plan.gpu_total_bytes - 1
-    found = ask(pair, ram="2GiB", context=128, tree="8x3", gpu_memory=tight, device="cuda:1")
-    assert card[1:] == [("cuda:1", tight)] and found.plan.gpu_bytes == tight and found.plan.streamed_bytes
-    assert found.link.bytes_per_s == pytest.approx(1 << 16), "a copy takes a second on this card"
+    got = ask(pair, ram="2GiB", context=128, tree="8x3", gpu_memory=tight, device="cuda:1")
+    assert card[1:] == [("cuda:1", tight)] and got.plan.gpu_bytes == tight and got.plan.streamed_bytes
+    assert got.link.bytes_per_s == pytest.approx(1 << 16), "a copy takes a second on this card"
     assert (
-        found.computing is Provenance.UNKNOWN
-        and "no profile" in found.basis
-        and found.sweep_s == found.predictions[-1].step.link_s
+        got.computing is Provenance.UNKNOWN
+        and "no profile" in got.basis
+        and got.sweep_s == got.predictions[-1].step.link_s
     )
 
 
@@ -231,7 +231,7 @@ def test_what_grown_trees_yield_comes_from_the_profile(pair: Pair, configs: list
     fixed, named = (ask(configs, tree=tree, **wish) for tree in ("64x8", "dynamic:64x8"))
     assert named.predictions[1].tokens_per_sweep == pytest.approx(5.0) and "static" not in named.basis
     assert fixed.predictions[1].tokens_per_sweep < 3.5
-    draft_s = [found.predictions[1].step.draft_s for found in (fixed, named)]
+    draft_s = [counted.predictions[1].step.draft_s for counted in (fixed, named)]
     shape = named.predictions[1].shape
     assert isinstance(shape, DynamicShape)
     num_passes = len(shape.draft_widths)
@@ -277,14 +277,14 @@ def test_no_pass_is_quicker_than_its_products(
     got = ask(configs, tree=tree, **wish)
     assert got.computing is Provenance.ASSUMED
     layers = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
-    for one in got.predictions:
-        assert one.step.compute_s == pytest.approx(one.shape.num_nodes * 2 * layers / 1e12, rel=0.001)
-        assert one.step.total_s == pytest.approx(max(one.step.compute_s, one.step.link_s))
+    for prediction in got.predictions:
+        assert prediction.step.compute_s == pytest.approx(prediction.shape.num_nodes * 2 * layers / 1e12, rel=0.001)
+        assert prediction.step.total_s == pytest.approx(max(prediction.step.compute_s, prediction.step.link_s))
     chosen = got.predictions[-1]
     assert limit is None or chosen.step.limit == limit
     if limit is None:
         others = [ask(configs, tree=other, **wish).predictions[-1] for other in ("4x3", "64x8", "2048x32")]
-        assert chosen.s_per_token < min(one.s_per_token for one in others)
+        assert chosen.s_per_token < min(other.s_per_token for other in others)
 
     # Where nothing was timed, the link alone counts, as it says.
     alone = ask(configs, tree=tree, **{**wish, "context": 512})
@@ -296,10 +296,10 @@ def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], 
     machine = {"ram_bytes": "32GiB", "disk_bytes_per_s": "3GB"}
     path.write_text(json.dumps(machine))
     ways = ({"hardware": str(path)}, {"ram": "32GiB", "disk_speed": "3GB"})
-    found = [ask(configs, context=512, **how) for how in ways]
-    assert found[0].predictions == found[1].predictions and found[0].plan == found[1].plan
+    estimates = [ask(configs, context=512, **way) for way in ways]
+    assert estimates[0].predictions == estimates[1].predictions and estimates[0].plan == estimates[1].plan
     path.write_text(json.dumps({**machine, "memory_bytes_per_s": 60e9, "flops_per_s": 1e12}))
-    whole = ask(configs, context=512, hardware=str(path), tree=found[0].predictions[1].label)
+    whole = ask(configs, context=512, hardware=str(path), tree=estimates[0].predictions[1].label)
     assert (
         whole.computing is Provenance.GIVEN
         and whole.predictions[1].step.compute_s > 1
@@ -376,17 +376,17 @@ def finder(files: ModelFiles, profile: str | None = None) -> FindProfile:
     return setup.find_profile
 
 
-@pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)
-def test_one_that_was_found_is_passed_over(files: ModelFiles, how: Sampling, words: str) -> None:
-    assert finder(files)(how, "match") == (None, f"no profile holds for a run with {words}")
+@pytest.mark.parametrize(("sampling", "words"), UNKNOWN, ids=str)
+def test_one_that_was_found_is_passed_over(files: ModelFiles, sampling: Sampling, words: str) -> None:
+    assert finder(files)(sampling, "match") == (None, f"no profile holds for a run with {words}")
 
 
-@pytest.mark.parametrize(("how", "words"), UNKNOWN, ids=str)
-def test_one_that_was_named_is_refused(files: ModelFiles, how: Sampling, words: str) -> None:
+@pytest.mark.parametrize(("sampling", "words"), UNKNOWN, ids=str)
+def test_one_that_was_named_is_refused(files: ModelFiles, sampling: Sampling, words: str) -> None:
     with pytest.raises(UserError, match=f"with {words}, got `profile` .*: leave one of them out"):
-        finder(files, "tuned.json")(how, "match")
+        finder(files, "tuned.json")(sampling, "match")
 
 
-@pytest.mark.parametrize("how", [Sampling(), Sampling(min_p=0.5), Sampling(temperature=0.6, top_k=5)], ids=str)
-def test_others_are_looked_for(files: ModelFiles, how: Sampling) -> None:
-    assert "no profile for this pair of models" in finder(files)(how, "match")[1]
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(min_p=0.5), Sampling(temperature=0.6, top_k=5)], ids=str)
+def test_others_are_looked_for(files: ModelFiles, sampling: Sampling) -> None:
+    assert "no profile for this pair of models" in finder(files)(sampling, "match")[1]

@@ -48,8 +48,8 @@ def test_what_agrees_is_used_for_the_kinds_that_the_model_has(recipe: str, tmp_p
     chosen = opened.choose()
     assert chosen.kernels == REFERENCE._replace(**{KINDS[recipe]: getattr(COMPILED, KINDS[recipe])})
     assert opened.layers == [0] and chosen.notes == ()
-    assert {one.kernel for one in chosen.comparisons} == {KINDS[recipe]}
-    assert not any(one.reason for one in chosen.comparisons)
+    assert {comparison.kernel for comparison in chosen.comparisons} == {KINDS[recipe]}
+    assert not any(comparison.reason for comparison in chosen.comparisons)
 
 
 def test_one_bit_is_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> N
 def test_a_weight_is_tried_that_is_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Opened(tmp_path, "fp8-block")
     codings = expansion_choice._layer_of_codings(opened.model)
-    sizes = sorted({one.num_weights for one in opened.model.coded_words(0, opened.reader.fetch)})
+    sizes = sorted({words.num_weights for words in opened.model.coded_words(0, opened.reader.fetch)})
     for enough, wanted in ((1, sizes[0]), (sizes[0] + 1, sizes[1]), (1 << 40, sizes[-1])):
         monkeypatch.setattr(expansion_choice, "_ENOUGH", enough)
         (words,) = expansion_choice._examples(opened.model, opened.reader.fetch, codings)

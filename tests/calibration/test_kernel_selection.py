@@ -134,7 +134,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(name: str, monkeypatc
     monkeypatch.setattr(comparisons, "KERNELS", KERNELS._replace(**{name: wrong}))
     chosen = choose_kernels(SMALL, FakeDevice())
     assert chosen.kernels == KERNELS._replace(**{name: getattr(REFERENCES, name)})
-    assert {one.kernel for one in chosen.comparisons if one.reason} == {name}
+    assert {comparison.kernel for comparison in chosen.comparisons if comparison.reason} == {name}
 
 
 @needs_triton
@@ -142,9 +142,9 @@ def test_attention_whose_bits_depend_on_other_rows_is_not_used(monkeypatch: pyte
     """Within rounding is not enough of it: a row's bits are its own."""
     monkeypatch.setattr(FakeDevice, "torch_device", torch.device(DEVICE))
 
-    def by_number_of_rows(query_HTK: torch.Tensor, *what: Any) -> torch.Tensor:
+    def by_number_of_rows(query_HTK: torch.Tensor, *others: Any) -> torch.Tensor:
         assert KERNELS.path_attention is not None
-        return KERNELS.path_attention(query_HTK, *what) * (1 + 2**-9 * (query_HTK.shape[1] > 1))
+        return KERNELS.path_attention(query_HTK, *others) * (1 + 2**-9 * (query_HTK.shape[1] > 1))
 
     monkeypatch.setattr(comparisons, "KERNELS", KERNELS._replace(path_attention=by_number_of_rows))
     assert choose_kernels(SMALL, FakeDevice()).kernels.path_attention is None
@@ -152,8 +152,8 @@ def test_attention_whose_bits_depend_on_other_rows_is_not_used(monkeypatch: pyte
 
 def test_comparisons_leave_the_callers_random_numbers_alone() -> None:
     state = torch.get_rng_state()
-    for one in comparisons.comparisons(SMALL, "cpu"):
-        one.rival()
+    for comparison in comparisons.comparisons(SMALL, "cpu"):
+        comparison.rival()
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -167,9 +167,9 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
     target_heads, draft_heads = shapes.heads
     seen = set[tuple[int, ...]]()
 
-    def note(query: Any, key: Any, value: Any, *what: Any) -> Any:
+    def note(query: Any, key: Any, value: Any, *others: Any) -> Any:
         seen.add((query.shape[0], key.shape[0], query.shape[2], value.shape[2]))
-        return path_attention(query, key, value, *what)
+        return path_attention(query, key, value, *others)
 
     model.set_attention_kernel(note)
     sees_TT = torch.ones(6, 6, dtype=torch.bool).tril()
@@ -263,8 +263,8 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
     monkeypatch.setattr(startup, "is_for_kernels", lambda place: True)
     monkeypatch.setattr(startup, "choose_kernels", choose)
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
-    for one in (sweep_curve, draft_curve):
-        monkeypatch.setattr(startup, one.__name__, one)
+    for curve in (sweep_curve, draft_curve):
+        monkeypatch.setattr(startup, curve.__name__, curve)
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
         assert decoder.target._model.attend is chosen.path_attention

@@ -65,9 +65,9 @@ def test_experts_that_the_host_has_no_room_for_come_as_fast_as_the_disk(monkeypa
     monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     kept = {"num_experts": 100, "num_kept_experts": 20, "expert_slot_bytes": 1000}
 
-    def rate(num_host_slots: int, disk_bytes_per_s: float = 1000.0, **more: int) -> float:
+    def rate(num_host_slots: int, disk_bytes_per_s: float = 1000.0, **options: int) -> float:
         counts = {"streamed_bytes": 0, "disk_streamed_bytes": 0, "num_host_expert_slots": num_host_slots}
-        plan = Counts(**{**kept, **counts, "is_streamed": True, **more})
+        plan = Counts(**{**kept, **counts, "is_streamed": True, **options})
         return device_link_bytes_per_s(FakeDevice(), plan, [], disk_bytes_per_s=disk_bytes_per_s)
 
     assert rate(80) == rate(90) == pytest.approx(1 << 16), "nothing comes from the disk"
@@ -85,5 +85,5 @@ def test_the_link_is_measured_where_only_larger_trees_than_usual_stream(
     sizes = list[int]()
     largest = most_nodes(parse_tree("auto"), Knowledge(), room)
     setup: Any = SimpleNamespace(room=room, link=lambda num: sizes.append(num) or LinkRate(5.0))
-    found = Setup.startup_link(setup, largest)
-    assert sizes == asked and found.bytes_per_s == link
+    result = Setup.startup_link(setup, largest)
+    assert sizes == asked and result.bytes_per_s == link

@@ -91,7 +91,7 @@ def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[t
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("bounds", [DynamicShape(*one) for one in ((2, 1), (12, 5), (40, 4), (40, 2))], ids=str)
+@pytest.mark.parametrize("bounds", [DynamicShape(*bounds) for bounds in ((2, 1), (12, 5), (40, 4), (40, 2))], ids=str)
 @pytest.mark.parametrize(("sampling", "drafting"), CASES, ids=["greedy", "warm", "nucleus", "topk"])
 def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: ChildSampling) -> None:
     model, sampler = BigramModel(), Sampler(sampling, NUM_TOKENS, drafting)
@@ -105,7 +105,7 @@ def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampl
 
 
 def test_passes_end_where_they_are_not_worth_their_time() -> None:
-    """The first ones are hidden; behind them one has to bring as much as a step of so many tokens in that time."""
+    """The first ones are hidden; behind them a pass has to bring as much as a step brings in the same time."""
 
     def passes(tokens_per_step: int, pass_s: float, num_hidden: int) -> int:
         worth = DraftPassPolicy(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
@@ -130,7 +130,7 @@ def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
     sizes = [tree.num_nodes for tree in trees]
     assert sizes[:2] == [64, 64] and sizes == sorted(sizes, reverse=True) and sizes[2] > sizes[4] > 1 == sizes[5]
     paths = [{path_of(tree, node) for node in range(tree.num_nodes)} for tree in trees]
-    assert all(less <= more for more, less in pairwise(paths)), "each has the best of a larger one, with their parents"
+    assert all(less <= most for most, less in pairwise(paths)), "each has the best of a larger one, with their parents"
 
 
 @pytest.fixture(scope="module")

@@ -55,9 +55,9 @@ def chance_of(guesses: Guesses, path: tuple[int, ...]) -> float:
     return chance
 
 
-def paths_of(found: list[Guess]) -> list[tuple[int, ...]]:
+def paths_of(guesses: list[Guess]) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
-    for guess in found[1:]:
+    for guess in guesses[1:]:
         paths.append((*paths[guess.parent], guess.item[1]))
     return paths[1:]
 
@@ -71,22 +71,22 @@ def test_chances_and_what_is_left_sum_to_one() -> None:
             assert sum(chances.values()) + rest == pytest.approx(1) and rest > 0
             cursor = guesses.follow(cursor, token)
     # Bounds are kept.
-    found = opinions().best(1000, 2, least=0.02)
-    assert found and max(guess.depth for guess in found) == 2 and min(guess.score for guess in found) > 0.02
+    best = opinions().best(1000, 2, least=0.02)
+    assert best and max(guess.depth for guess in best) == 2 and min(guess.score for guess in best) > 0.02
     root_alone = [opinions().best(0, 3), opinions().best(9, 0), Guesses([], SourceWeights()).best(9, 9)]
     assert list(map(len, root_alone)) == [1, 1, 1]
 
 
 def test_the_longest_match_is_asked_first() -> None:
     """By hand: it claims its trust, shared out; the next claims of the rest, for tokens that were not named yet."""
-    one = TrieGuesses("lookup", 9, heaviest(np.array([[1], [1], [2]]), 8))
+    trie = TrieGuesses("lookup", 9, heaviest(np.array([[1], [1], [2]]), 8))
     other = TrieGuesses("lookup", 3, heaviest(np.array([[1]] * 6 + [[2], [3], [0], [0]]), 8))
     trust = SourceWeights()
     first, second = trust.weight("lookup", 9), trust.weight("lookup", 3)
-    chances, rest = Guesses([other, one], trust).children(TrieCursor(0, (0, 0)))
+    chances, rest = Guesses([other, trie], trust).children(TrieCursor(0, (0, 0)))
     wanted = {1: first * 2 / 3, 2: first / 3, 3: (1 - first) * second / 3, 0: (1 - first) * second * 2 / 3}
     assert first > second and chances == pytest.approx(wanted) and rest == pytest.approx((1 - first) * (1 - second))
-    assert Guesses([one, one], trust).children(TrieCursor(0, (0, 0)))[1] == pytest.approx(1 - first), (
+    assert Guesses([trie, trie], trust).children(TrieCursor(0, (0, 0)))[1] == pytest.approx(1 - first), (
         "twice is not more"
     )
 
@@ -98,10 +98,10 @@ def test_best_paths_are_the_best_of_all(count: int) -> None:
         path: chance_of(guesses, path) for n in range(1, DEPTH + 1) for path in product(range(NUM_LETTERS), repeat=n)
     }
     wanted = sorted((chance for chance in every.values() if chance), reverse=True)[:count]
-    found = guesses.best(count, DEPTH)
-    assert [guess.score for guess in found] == pytest.approx([1, *wanted])
-    assert [every[path] for path in paths_of(found)] == pytest.approx(wanted)
-    assert len(set(paths_of(found))) == len(found) - 1
+    best = guesses.best(count, DEPTH)
+    assert [guess.score for guess in best] == pytest.approx([1, *wanted])
+    assert [every[path] for path in paths_of(best)] == pytest.approx(wanted)
+    assert len(set(paths_of(best))) == len(best) - 1
 
 
 @pytest.mark.parametrize(("is_right", "bound"), [(0.95, (0.85, 1)), (0.3, (0.15, 0.45)), (0.0, (0, 0.05))])
@@ -177,9 +177,9 @@ def test_the_longest_match_of_a_corpus_then_a_short_one() -> None:
     assert [tier.length for tier in tiers] == [4, 3] and tiers[0].shares(0) == {5: 1.0}
     (short,) = retrieved([3, 4], MatchLength(2, 2))
     assert short.length == 2 and short.shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
-    found = Guesses([*tiers, short], SourceWeights()).best(16, 3)
-    assert {guess.item[1] for guess in found if guess.depth == 1} == {5, 8, 10}
-    assert found[1].item[1] == 5
+    best = Guesses([*tiers, short], SourceWeights()).best(16, 3)
+    assert {guess.item[1] for guess in best if guess.depth == 1} == {5, 8, 10}
+    assert best[1].item[1] == 5
     assert all(retrieved(context) == [] for context in ([20, 21], [7], [4, 10], [])), (
         "nothing follows what is not there"
     )
@@ -242,18 +242,18 @@ def test_a_drafter_keeps_a_text_in_its_state_alone(has_draft: bool, has_sources:
     draft = model if has_draft else None
     drafter = proposer_of(draft, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0)
     sampler, shape = Sampler(Sampling(), VOCAB_SIZE), k_ary(2, 7) if (has_draft or has_sources) else chain(0)
-    one, other, fresh = (drafter.new_state() for _ in range(3))
+    state, other, fresh = (drafter.new_state() for _ in range(3))
 
     def proposed(text: list[int], state: Any) -> list[int]:
         return drafter.propose([DraftText(shape, text, sampler, state)])[0].tokens
 
-    first = drafter.propose([DraftText(shape, PROMPT, sampler, one)])[0]
+    first = drafter.propose([DraftText(shape, PROMPT, sampler, state)])[0]
     proposed([5, 6, 7, 8], other)
-    drafter.accepted(first, Acceptance([0], [9]), sampler, one)
-    again = proposed([*PROMPT, 9], one)
+    drafter.accepted(first, Acceptance([0], [9]), sampler, state)
+    again = proposed([*PROMPT, 9], state)
     assert again == proposed([*PROMPT, 9], fresh)
     assert again[0] == 9 and (len(again) > 1) == (has_draft or has_sources)
-    one.clear()
+    state.clear()
     # compared with a fresh state, since a drafter has learned from what was committed
-    assert proposed(PROMPT, one) == proposed(PROMPT, drafter.new_state())
+    assert proposed(PROMPT, state) == proposed(PROMPT, drafter.new_state())
     model.close()

@@ -66,7 +66,7 @@ def alone(kind: str, **more: Any) -> Decoder:
 
 
 def gap(decoder: Decoder, kind: str, num_steps: int = 3) -> float:
-    """Return how far a tree's scores are from those of paths computed afresh, over the largest of these.
+    """The distance of a tree's scores from those of paths computed afresh, over the largest of these.
 
     Steps between are right, wrong and partly right.
     """

@@ -100,7 +100,7 @@ def test_a_dynamic_tree_is_the_best_of_the_mixture(model: TreeModel) -> None:
         pi_V = (1.3 * draft_of(model).catch_up([*PROMPT, *path])[0].float()).softmax(0)
         chances, rest = guesses.children(cursor, confidence(float(pi_V.max())))
         mixed = {token: chances.get(token, 0) + rest * float(pi_V[token]) for token in range(VOCAB_SIZE)}
-        for token in sorted(mixed, key=lambda one: -mixed[one])[:32]:
+        for token in sorted(mixed, key=lambda token: -mixed[token])[:32]:
             child = (*path, token)
             every[child] = every[path] * mixed[token]
             if len(child) < shape.depth and every[child] > 0.003:

@@ -39,7 +39,7 @@ def opened(family: str, draft: str | None = "mtp", **more: Any) -> Decoder:
 
 
 def gap(family: str, decoder: Decoder, text: TokenSequence | None = None, **how: bool) -> float:
-    """Return how far the scores of trees are from those of chains by the library, over some steps of one text."""
+    """The largest distance of the scores of trees from those of chains by the library, over some steps of one text."""
     if text is None:
         text = decoder.begin(PROMPT, Sampling(), shape=DynamicShape(12, 3))
         decoder.step(text)

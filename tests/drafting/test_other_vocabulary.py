@@ -26,9 +26,9 @@ def test_a_few_other_tokens_are_left_out_of_guesses(tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES["llama"](), tmp_path, noise=0.003)
     for folder in (target, draft):
         save_tokenizer(folder)
-    how = {"context": 128, "dtype": "float32", "threads": 1, "profile": "none", "lookup": False}
+    options = {"context": 128, "dtype": "float32", "threads": 1, "profile": "none", "lookup": False}
     ids = renamed(draft, 3)
-    with offload.load(target, draft, "1GiB", "32x4", **how) as decoder:
+    with offload.load(target, draft, "1GiB", "32x4", **options) as decoder:
         assert any("never guesses 3 tokens of its vocabulary" in note for note in decoder.notes)
         run = decoder.start(offload.Request(random_ids(9), max_new_tokens=40))
         guessed = set[int]()
@@ -42,4 +42,4 @@ def test_a_few_other_tokens_are_left_out_of_guesses(tmp_path: Path) -> None:
     save_tokenizer(draft)
     first = min(renamed(draft, VOCAB_SIZE // 10))
     with pytest.raises(UserError, match=rf"the first has the id {first}: '<unused\d+>' in the target, '<other"):
-        offload.load(target, draft, "1GiB", "32x4", **how)
+        offload.load(target, draft, "1GiB", "32x4", **options)

@@ -49,30 +49,30 @@ def guesses_of(*tokens: int) -> Guesses:
 def test_the_likeliest_guesses_stand_behind_what_was_picked_parents_first() -> None:
     guesses = guesses_of(5, 6, 7, 8)
     picked = [Standing(0.9, 0, guesses.root, 4), Standing(0.5, 2, guesses.follow(guesses.root, 5), 3)]
-    found = guesses_behind(guesses, picked, 6, 64)
-    assert len(found) == 4, "no more rows than a pass has room for"
-    nodes = [*picked, *found]
-    for place, node in enumerate(found, 2):
+    joined = guesses_behind(guesses, picked, 6, 64)
+    assert len(joined) == 4, "no more rows than a pass has room for"
+    nodes = [*picked, *joined]
+    for place, node in enumerate(joined, 2):
         assert node.parent is not None and node.parent < place
         above = nodes[node.parent]
         assert node.depth == above.depth + 1 and node.chance <= above.chance
-    assert found[0].token == 5 and found[0].parent == 0
+    assert joined[0].token == 5 and joined[0].parent == 0
     assert not guesses_behind(guesses, picked, 2, 64), "the pass is full"
     assert not guesses_behind(guesses, picked, 8, 1), "what lies at the depth of the tree has no child"
     unlikely = [Standing(1.0, 0, guesses.follow(guesses.root, 9), 4), Standing(0.01, 2, guesses.root, 3)]
     assert not guesses_behind(guesses, unlikely, 8, 64), "such a row would be in vain"
 
 
-def opened(target: Path, draft: str | None, **more: Any) -> Decoder:
+def opened(target: Path, draft: str | None, **options: Any) -> Decoder:
     tree = "none" if draft is None else "dynamic:32x31"
-    how = {"tree": tree, "lookup": False, "profile": "none", "context": 256, "dtype": "float32"}
-    return offload.load(str(target), draft, **{**how, **more})
+    settings = {"tree": tree, "lookup": False, "profile": "none", "context": 256, "dtype": "float32"}
+    return offload.load(str(target), draft, **{**settings, **options})
 
 
-def passes_of(target: Path, draft: str | None, temperature: float, **more: Any) -> tuple[list[int], int, float]:
+def passes_of(target: Path, draft: str | None, temperature: float, **options: Any) -> tuple[list[int], int, float]:
     """Return the ids of a text, the passes of what drafted, and the tokens that it brought."""
     num_passes = 0
-    with opened(target, draft, **more) as decoder:
+    with opened(target, draft, **options) as decoder:
         propose = decoder.drafter.propose
 
         def counted(*args: Any) -> Any:
@@ -82,8 +82,8 @@ def passes_of(target: Path, draft: str | None, temperature: float, **more: Any) 
             return trees
 
         decoder.drafter.propose = counted  # type: ignore[method-assign]
-        found = decoder.generate(PROMPT, max_new_tokens=64, temperature=temperature, seed=5)
-        return found.token_ids, num_passes, found.stats.tokens_per_sweep
+        generation = decoder.generate(PROMPT, max_new_tokens=64, temperature=temperature, seed=5)
+        return generation.token_ids, num_passes, generation.stats.tokens_per_sweep
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -94,12 +94,12 @@ def test_the_text_is_that_of_no_draft_and_of_the_copy_alone_in_fewer_passes(
     alone, _, _ = passes_of(target, None, temperature)
     copied, many, tokens = passes_of(target, "self:int4", temperature)
     scouted, few, scouted_tokens = passes_of(target, f"self:int4+{small}", temperature)
-    tiered, fewer, more = passes_of(target, "self:int4", temperature, lookup=True)
+    tiered, fewer, longer = passes_of(target, "self:int4", temperature, lookup=True)
     # guesses are scored once, before the tree grows, and stand in no tier
     monkeypatch.setattr(dynamic, "ROWS_OF_PASS", 0)
     joined, passes, _ = passes_of(target, "self:int4", temperature, lookup=True)
     assert alone == copied == scouted == tiered == joined
-    assert min(more, scouted_tokens) > 0.9 * tokens
+    assert min(longer, scouted_tokens) > 0.9 * tokens
     assert few < 0.8 * many
     if not temperature:
         assert fewer <= passes
@@ -120,13 +120,13 @@ def test_any_tree_memory_and_number_of_texts_gives_the_text_of_no_draft(
     ram = roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
     with opened(target, draft, ram=ram) as decoder:
         assert decoder.plan.streamed_bytes
-    for more in ({"tree": "16x6"}, {"tree": "chain:4"}, {"tree": "auto"}, {"ram": ram}, {"lookup": True}):
-        assert passes_of(target, draft, temperature, **more)[0] == alone, more
+    for change in ({"tree": "16x6"}, {"tree": "chain:4"}, {"tree": "auto"}, {"ram": ram}, {"lookup": True}):
+        assert passes_of(target, draft, temperature, **change)[0] == alone, change
     prompts = [PROMPT, PROMPT[:7], [5], PROMPT[3:]]
     sampling = Sampling(temperature=temperature, seed=5)
     with opened(target, None) as decoder:
-        how = {"temperature": temperature, "seed": 5, "max_new_tokens": 20}
-        wanted = [decoder.generate(ids, **how).token_ids for ids in prompts]
+        options = {"temperature": temperature, "seed": 5, "max_new_tokens": 20}
+        wanted = [decoder.generate(ids, **options).token_ids for ids in prompts]
     with opened(target, draft, parallel=3) as decoder:
         requests = [Request(ids, sampling, 20) for ids in prompts]
         outcomes = {finished.number: finished.outcome for finished in write_all(decoder, requests)}
@@ -136,7 +136,7 @@ def test_any_tree_memory_and_number_of_texts_gives_the_text_of_no_draft(
 
 
 def worst_gap(decoder: Decoder) -> float:
-    """Return how far both caches are from those of drafters that read the text anew, over some steps."""
+    """The largest distance of both caches, over some steps, from those of drafters that read the whole text."""
     drafter: Any = decoder.drafter
     text = decoder.begin(PROMPT, Sampling(temperature=0.7, seed=3), shape=DynamicShape(24, 12))
     worst = 0.0
@@ -192,9 +192,9 @@ def test_a_plan_counts_copy_and_scout_once(pair: Pair) -> None:
     files = files_of([target, small], draft, None)
     assert files.draft is not None and files.draft.scout is not None
     with opened(pair[0], "self:int4") as copied, opened(pair[0], draft) as decoder:
-        more = decoder.plan.draft_bytes - copied.plan.draft_bytes
+        saved_bytes = decoder.plan.draft_bytes - copied.plan.draft_bytes
         assert decoder.drafter.num_bytes == copied.drafter.num_bytes + decoder.drafter._scout.num_bytes
-    assert more > model_shape(small).num_bytes, "its rows and caches besides"
+    assert saved_bytes > model_shape(small).num_bytes, "its rows and caches besides"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,6 @@ def test_what_cannot_guess_below_a_copy_is_named_in_one_line(
     config = FAMILIES["llama"]()
     config.vocab_size = 150
     other = save(build(config), tmp_path / "other") if "other" in draft else None
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=said) as error:
         offload.load(str(pair[0]), draft.format(small=pair[1], other=other))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)

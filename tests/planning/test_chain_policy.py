@@ -33,11 +33,11 @@ def wall_clock_gain(alpha: float, gamma: int, cost: float) -> float:
     return chain_tokens(alpha, gamma) / (gamma * cost + 1)
 
 
-def chosen(alpha: float, cost: float, traffic: Traffic = IN_MEMORY, compute: Curve = RUN, **more: Any) -> TreeChoice:
+def chosen(alpha: float, cost: float, traffic: Traffic = IN_MEMORY, compute: Curve = RUN, **options: Any) -> TreeChoice:
     """Return the chain where a draft step takes a share c of a run of the target."""
     tried = Costs(compute_s=compute, draft_step_s=Curve((1,), (cost,)), verify_s=0, link_bytes_per_s=1)
     prior = SMALL._replace(acceptance=(alpha,))
-    return selector("chain:auto", traffic, prior=prior, tried=tried, **more).for_run(Sampling(), "match")
+    return selector("chain:auto", traffic, prior=prior, tried=tried, **options).for_run(Sampling(), "match")
 
 
 def best_length(alpha: float, cost: float) -> int:
@@ -124,8 +124,8 @@ def test_chains_follow_those_that_were_run_the_more_were_seen() -> None:
     assert "alpha" in first.why and selector("chain:auto", max_nodes=4).for_run(Sampling(), "match").shape.depth == 3
     # An estimate knows how far it is to be trusted.
     values = np.random.default_rng(5).random(300)
-    found = RunningMean()
-    found.add(values.tolist())
-    assert found.mean == pytest.approx(values.mean())
-    assert found.standard_error == pytest.approx(values.std(ddof=1) / math.sqrt(300))
+    mean = RunningMean()
+    mean.add(values.tolist())
+    assert mean.mean == pytest.approx(values.mean())
+    assert mean.standard_error == pytest.approx(values.std(ddof=1) / math.sqrt(300))
     assert RunningMean().mean is None and RunningMean(1, 1.0, 1.0).standard_error is None

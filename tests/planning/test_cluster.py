@@ -35,9 +35,9 @@ def written(folder: Path, content: Any) -> Path:
 
 
 def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
-    found = read_hardware(written(tmp_path, {**MACHINE, "ram_bytes": 64 * GB}))
+    machine = read_hardware(written(tmp_path, {**MACHINE, "ram_bytes": 64 * GB}))
     wanted = {"gpu_bytes": 48 << 30, "memory_bytes_per_s": 864e9, "flops_per_s": 181e12, "link_bytes_per_s": 25e9}
-    assert found == Hardware(name="mine", ram_bytes=64 * GB, **wanted)  # type: ignore[arg-type]
+    assert machine == Hardware(name="mine", ram_bytes=64 * GB, **wanted)  # type: ignore[arg-type]
     laptop = read_hardware(written(tmp_path, {"ram_bytes": "32GiB", "disk_bytes_per_s": "3GB"}))
     assert laptop == Hardware(name="mine", ram_bytes=32 << 30, disk_bytes_per_s=3 * GB)
     assert laptop.feed_bytes_per_s == 3 * GB and laptop.flops_per_s is None, "it needs no fields of a GPU"
@@ -155,9 +155,9 @@ def shards_are_even(ranks: list[RankCapacity], load: Load, shares: tuple[float, 
     ]
     slowest = max(times)
     for rank, share, seconds in zip(ranks, shares, times, strict=True):
-        more = share + 1e-3
-        later = max(shard_link_s(rank, load, more), rank.compute_s * more)
-        if seconds < slowest * (1 - 1e-6) and later < slowest * (1 - 1e-6) and holds(rank, load, more):
+        above = share + 1e-3
+        later = max(shard_link_s(rank, load, above), rank.compute_s * above)
+        if seconds < slowest * (1 - 1e-6) and later < slowest * (1 - 1e-6) and holds(rank, load, above):
             return False
     return True
 
@@ -207,11 +207,11 @@ def test_stages_are_as_good_as_all_others() -> None:
         ranks = random_ranks(rng, num_ranks, load)
         bounds = ([0, *inner, num_layers] for inner in combinations(range(1, num_layers), num_ranks - 1))
         cuts = [[range(lo, hi) for lo, hi in pairwise(ends)] for ends in bounds]
-        times = [[stage_s(rank, load, own) for rank, own in zip(ranks, cut, strict=True)] for cut in cuts]
+        times = [[stage_s(rank, load, seconds) for rank, seconds in zip(ranks, cut, strict=True)] for cut in cuts]
         stages = list(stage_layers(ranks, load))
         least = min(map(max, times))
         assert max(times[cuts.index(stages)]) == pytest.approx(least, rel=1e-9, abs=1e-12)
-        as_good = [sum(own) for own in times if max(own) <= least * (1 + 1e-12)]
+        as_good = [sum(seconds) for seconds in times if max(seconds) <= least * (1 + 1e-12)]
         assert sum(times[cuts.index(stages)]) == pytest.approx(min(as_good), rel=1e-6, abs=1e-12)
 
 

@@ -126,19 +126,19 @@ def test_growth_goes_at_the_pace_that_costs_least(num_nodes: int) -> None:
     few, many = paced(bounds, flat).pace, paced(bounds, steep).pace
     assert {few, many} == set(PACES) and few.num_parts < many.num_parts
     assert few.rows_per_pass(num_nodes) > many.rows_per_pass(num_nodes)
-    for pace, own in ((few, flat), (many, steep)):
-        other = replace(bounds, pace=next(one for one in PACES if one != pace))
+    for pace, price in ((few, flat), (many, steep)):
+        other = replace(bounds, pace=next(pace_ for pace_ in PACES if pace_ != pace))
         traffic = Traffic(0, 0)
-        assert step_time(own, traffic, replace(bounds, pace=pace)).draft_s < step_time(own, traffic, other).draft_s
+        assert step_time(price, traffic, replace(bounds, pace=pace)).draft_s < step_time(price, traffic, other).draft_s
 
 
 def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:
-    for one in MEASURED:
+    for measured in MEASURED:
         expected = expected_tokens(
-            best_first(DEFAULT_ACCEPTANCE, one.num_nodes, one.depth), [*DEFAULT_ACCEPTANCE, *[0] * 99]
+            best_first(DEFAULT_ACCEPTANCE, measured.num_nodes, measured.depth), [*DEFAULT_ACCEPTANCE, *[0] * 99]
         )
-        low, high = range_for(one.share).around(expected)
-        assert 1 < low < high and low - 1e-9 <= one.tokens_per_sweep <= high + 1e-9, one
+        low, high = range_for(measured.share).around(expected)
+        assert 1 < low < high and low - 1e-9 <= measured.tokens_per_sweep <= high + 1e-9, measured
     assert range_for(0.5) == range_for(0.1) != range_for(0.02) == range_for(1e-4)
     assert range_for(0.1).around(1.0) == (1.0, 1.0), "a sweep yields one token, whatever the draft"
 
@@ -192,7 +192,7 @@ def test_a_step_takes_what_playing_it_through_says(tree: str, machine: str) -> N
     assert step.total_s == pytest.approx(seen_s, rel=0.01)
     if tree != "none":  # as if nothing were hidden behind drafting, and as if all of it were
         wrong = [Traffic.from_plan(plan, hardware)._replace(slots_bytes=slots_bytes) for slots_bytes in (0, 1 << 60)]
-        wrong_s = [step_time(costs, one, shape).total_s for one in wrong]
+        wrong_s = [step_time(costs, changed, shape).total_s for changed in wrong]
         assert any(one_s != pytest.approx(seen_s, rel=0.01) for one_s in wrong_s)
 
 

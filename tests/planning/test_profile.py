@@ -47,11 +47,11 @@ def profile(**changes: Any) -> Profile:
     names = {"target_name": "big", "draft_name": "small", "created": "2026-01-01T00:00:00+00:00"}
     measured = {"num_tokens": 6, "num_threads": 2}
     p = {"acceptance": (0.5, 0.25), "standard_error": (0.1, 0.05)}
-    found = {
+    numbers = {
         "costs": Costs(**curves, verify_s=0.001, link_bytes_per_s=1e9),
         "dynamic_yields": (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
     }
-    return Profile(**{"identity": IDENTITY, **names, **measured, **p, **found, **changes})  # type: ignore[arg-type]
+    return Profile(**{"identity": IDENTITY, **names, **measured, **p, **numbers, **changes})  # type: ignore[arg-type]
 
 
 def test_what_is_saved_is_found_again(cache: Path) -> None:
@@ -94,8 +94,8 @@ def test_the_file_is_for_people_and_its_keys_stay() -> None:
     assert values["dynamic_yields"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
     assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s"]
     assert values["schema"] == SCHEMA == 4
-    found, _ = find_profile(IDENTITY)
-    assert found is not None and found.dynamic_yields
+    saved, _ = find_profile(IDENTITY)
+    assert saved is not None and saved.dynamic_yields
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,8 @@ def test_profile_of_another_run_is_refused(change: dict[str, Any], reason: str) 
     path, other = save_profile(profile()), replace(IDENTITY, **change)
     with pytest.raises(UserError, match=f"measured for another run .*{reason}.*run offload tune again"):
         require_same_run(parse_profile(path), other, path)
-    found, note = find_profile(other)
-    assert found is None and "offload tune" in note
+    known, note = find_profile(other)
+    assert known is None and "offload tune" in note
     assert other.file_name != IDENTITY.file_name, "the key must tell them apart"
 
 
@@ -128,11 +128,11 @@ def test_what_cannot_be_used_is_passed_over_with_the_reason() -> None:
     assert "temperature 0.6, not 1.0" in find_profile(warm)[1], "a near miss"
     assert "no profile for this pair" in find_profile(replace(IDENTITY, target="c" * 64))[1]
     path.write_text(path.read_text()[:100])
-    found, note = find_profile(IDENTITY)
-    assert found is None and "not valid JSON" in note
+    known, note = find_profile(IDENTITY)
+    assert known is None and "not valid JSON" in note
     save_profile(profile()).rename(path.with_name(warm.file_name))
-    found, note = find_profile(warm)
-    assert found is None and "temperature 0.6, not 1.0" in note, "a renamed file stays what it is"
+    known, note = find_profile(warm)
+    assert known is None and "temperature 0.6, not 1.0" in note, "a renamed file stays what it is"
 
 
 COSTS = json.loads(format_json(profile().as_dict()))["costs"]
@@ -142,10 +142,13 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
     ("change", "reason"),
     [
         *(
-            ({"schema": one}, f"has schema {one}, this version reads {SCHEMA}: run offload tune again")
-            for one in (1, 3, SCHEMA + 1, None)
+            ({"schema": schema}, f"has schema {schema}, this version reads {SCHEMA}: run offload tune again")
+            for schema in (1, 3, SCHEMA + 1, None)
         ),
-        *(({"identity": {"proofs": one}}, "malformed") for one in ({"target": 5}, {"target": {"xxh3": 5}}, [], 7)),
+        *(
+            ({"identity": {"proofs": proofs}}, "malformed")
+            for proofs in ({"target": 5}, {"target": {"xxh3": 5}}, [], 7)
+        ),
         ({"acceptance": [1.5, 0.0]}, r"must lie in \[0, 1\]"),
         ({"acceptance": [0.9, 0.2]}, "sum to 1 at most"),
         ({"acceptance": [float("nan"), 0.0]}, "NaN is no number"),
@@ -187,7 +190,7 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
 def test_malformed_profiles_are_refused(change: dict[str, Any], reason: str) -> None:
     path = save_profile(profile())
     values = json.loads(path.read_text())
-    changed = {name: values[name] | one if name == "identity" and one else one for name, one in change.items()}
+    changed = {name: values[name] | value if name == "identity" and value else value for name, value in change.items()}
     path.write_text(json.dumps(values | changed))
     with pytest.raises(UserError, match=reason):
         parse_profile(path)
@@ -238,20 +241,20 @@ def test_a_copy_of_a_model_has_its_profile_until_sums_tell_them_apart(tmp_path: 
         shutil.copytree(folder, tmp_path / "two" / folder.name)
     mine, copy = (
         Identity.from_models(
-            *(open_checkpoint(tmp_path / name / one.name) for one in pair), Sampling(), "match", MACHINE
+            *(open_checkpoint(tmp_path / name / folder.name) for folder in pair), Sampling(), "match", MACHINE
         )
         for name in ("one", "two")
     )
     path = save_profile(profile(identity=mine))
     assert mine.proofs != copy.proofs, "the files are others"
     assert find_profile(copy) == (profile(identity=mine), str(path))
-    proofs = {part: {**own, "xxh3": "a"} for part, own in mine.proofs.items()}
+    proofs = {part: {**proof, "xxh3": "a"} for part, proof in mine.proofs.items()}
     save_profile(profile(identity=replace(mine, proofs=proofs)))
-    copied = {part: {**own, "xxh3": "a"} for part, own in copy.proofs.items()}
+    copied = {part: {**proof, "xxh3": "a"} for part, proof in copy.proofs.items()}
     assert find_profile(replace(copy, proofs=copied))[0] is not None
     copied["target"]["xxh3"] = "b"
-    found, why = find_profile(replace(copy, proofs=copied))
-    assert found is None and "other target weights, by their checksums" in why
+    known, why = find_profile(replace(copy, proofs=copied))
+    assert known is None and "other target weights, by their checksums" in why
 
 
 def test_greedy_settings_are_one_identity(tmp_path: Path) -> None:

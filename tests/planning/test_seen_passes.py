@@ -43,9 +43,9 @@ class Machine(NamedTuple):
     misses: float = 1.0  # times as many as by the default acceptance
 
     def costs(self, num_texts: int) -> Costs:
-        rows = sorted({*ROWS, *(one + 1 for one in ROWS)})
-        seconds = [self.base_s + self.row_s * -(-one // self.step_rows) * self.step_rows for one in rows]
-        compute = Curve(tuple(rows), tuple(one + self.text_s * num_texts for one in seconds))
+        rows = sorted({*ROWS, *(row + 1 for row in ROWS)})
+        seconds = [self.base_s + self.row_s * -(-row // self.step_rows) * self.step_rows for row in rows]
+        compute = Curve(tuple(rows), tuple(row_s + self.text_s * num_texts for row_s in seconds))
         return Costs(compute_s=compute, draft_step_s=Curve((1, 512), (self.draft_s, 8 * self.draft_s)), verify_s=0.0,
                      link_bytes_per_s=1.0 * GB)  # fmt: skip
 
@@ -136,14 +136,14 @@ def passes(machine: Machine, trees: TreeSelector, num_texts: int, num_passes: in
         trees.observe(ObservedPass([shape] * num_texts, nodes, tokens, *times, *link))
 
 
-def believed(machine: Machine, how: str, num_texts: int) -> Costs:
+def believed(machine: Machine, belief: str, num_texts: int) -> Costs:
     true = machine.costs(num_texts)
-    if how == "truth":
+    if belief == "truth":
         return true
-    if how == "slow link":  # as while something else uses the disk: rows seem to be free
+    if belief == "slow link":  # as while something else uses the disk: rows seem to be free
         return replace(true, link_bytes_per_s=true.link_bytes_per_s / 4)
     known = machine._replace(text_s=0.0, step_rows=1, overlap_penalty=0.0)
-    factor = {"half": 0.5, "twice": 2.0}[how]
+    factor = {"half": 0.5, "twice": 2.0}[belief]
     known = known._replace(base_s=factor * known.base_s, row_s=factor * known.row_s, draft_s=known.draft_s / factor)
     costs = known.costs(num_texts)
     few = Curve((1, 16, 64, 256), tuple(costs.compute_s.at(rows) for rows in (1, 16, 64, 256)))
@@ -158,35 +158,35 @@ def test_what_is_known_at_the_start_gives_the_best_tree(name: str, num_texts: in
     assert machine.s_per_token(shape, num_texts) <= ALLOWED * least_s(machine, num_texts)
 
 
-def mean_cost(machine: Machine, how: str, num_texts: int, seed: int, *, first: int = 24, last: int = 64) -> float:
+def mean_cost(machine: Machine, belief: str, num_texts: int, seed: int, *, first: int = 24, last: int = 64) -> float:
     """Return, for these passes, seconds per token over those of the best tree."""
-    trees = trees_with(machine, believed(machine, how, num_texts))
+    trees = trees_with(machine, believed(machine, belief, num_texts))
     shapes = list(passes(machine, trees, num_texts, last, seed))[first:]
     costs = [machine.s_per_token(shape, num_texts) for shape in shapes]
-    return float(1 / np.mean([1 / one for one in costs])) / least_s(machine, num_texts)
+    return float(1 / np.mean([1 / cost for cost in costs])) / least_s(machine, num_texts)
 
 
 AXES = (MACHINES, (1, 2, 4, 8, 16), ("truth", "half", "twice", "slow link"))
 
 
-@matrix("name, num_texts, how", product(*AXES), daily=12)
-def test_passes_correct_what_was_believed(name: str, num_texts: int, how: str) -> None:
+@matrix("name, num_texts, belief", product(*AXES), daily=12)
+def test_passes_correct_what_was_believed(name: str, num_texts: int, belief: str) -> None:
     """A lone text, whose passes are few, leaves its tree only where another promises far more: it ends no worse."""
     machine = MACHINES[name]
     allowed = ALLOWED
     if num_texts == 1:
-        first = chosen(trees_with(machine, believed(machine, how, 1)), 1)
+        first = chosen(trees_with(machine, believed(machine, belief, 1)), 1)
         allowed *= max(1.25, machine.s_per_token(first, 1) / least_s(machine, 1))
-    assert mean_cost(machine, how, num_texts, seed=num_texts) <= allowed
+    assert mean_cost(machine, belief, num_texts, seed=num_texts) <= allowed
 
 
 AFTER, SETTINGS = (0, 30, 100, 300), ("link", "computing", "resident")
 
 
-def off_by(name: str, how: str, num_passes: int = 1 + AFTER[-1]) -> list[float]:
+def off_by(name: str, belief: str, num_passes: int = 1 + AFTER[-1]) -> list[float]:
     """By pass, the seconds a token of a lone text's tree over those of the best of a sweep of all trees."""
     machine = MACHINES[name]
-    trees = trees_with(machine, believed(machine, how, 1))
+    trees = trees_with(machine, believed(machine, belief, 1))
     return [machine.s_per_token(shape, 1) / least_s(machine, 1) for shape in passes(machine, trees, 1, num_passes, 1)]
 
 
@@ -198,13 +198,13 @@ def test_a_tree_is_within_a_twentieth_of_the_best_at_any_time(name: str) -> None
     assert sum(ratio > 1.05 for ratio in off) <= 0.05 * len(off) and np.mean(off) <= 1.02
 
 
-@matrix("name, how", product(MACHINES, AXES[2]), always=[("in parts of 64 rows", "twice")], daily=2)
-def test_nothing_that_was_believed_lasts_a_hundred_passes(name: str, how: str) -> None:
+@matrix("name, belief", product(MACHINES, AXES[2]), always=[("in parts of 64 rows", "twice")], daily=2)
+def test_nothing_that_was_believed_lasts_a_hundred_passes(name: str, belief: str) -> None:
     """The mistake that was: a lone text never tried a larger tree, and took 1.8 times as long for ever.
 
     Six rows compute for as long as 64 there, which no pass of six rows can show.
     """
-    off = off_by(name, how)
+    off = off_by(name, belief)
     assert max(off[100], off[300]) <= 1.05 and np.mean(off[100:]) <= 1.05
 
 
@@ -217,9 +217,9 @@ def test_most_trees_are_right_after_thirty_passes() -> None:
 
 def test_what_was_believed_alone_would_be_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the passes would have had nothing to correct."""
-    monkeypatch.setattr(TreeSelector, "observe", lambda self, one: None)
-    found = [mean_cost(MACHINES["mixed"], "half", num, 0) for num in (1, 2, 4, 8, 16)]
-    assert max(found) > 1.2, found
+    monkeypatch.setattr(TreeSelector, "observe", lambda self, seen: None)
+    costs = [mean_cost(MACHINES["mixed"], "half", num, 0) for num in (1, 2, 4, 8, 16)]
+    assert max(costs) > 1.2, costs
 
 
 def test_a_lone_text_keeps_a_tree_that_is_good_and_leaves_one_that_is_not() -> None:
@@ -231,13 +231,13 @@ def test_a_lone_text_keeps_a_tree_that_is_good_and_leaves_one_that_is_not() -> N
     assert costs[0] > 1.5 and costs[3] < 1.25
     kept = set(passes(machine, trees_with(machine, machine.costs(1)), 1, 24, seed=0))
     assert len({(shape.num_nodes, shape.depth) for shape in kept}) == 1
-    own, near, far = (
+    current, near, far = (
         Prediction("", DynamicShape(num_nodes, 4), StepTime(0.0, seconds, 0.0, 0.0), (1.0, 1.0))
         for num_nodes, seconds in ((16, 1.2), (32, 1.0), (64, 0.9))
     )
-    assert ObservedPasses().choose([near, own], 1, own.shape) is own, "a quarter faster is worth it"
-    assert ObservedPasses().choose([far, near, own], 1, own.shape) is far
-    assert ObservedPasses().choose([near, own], 2, own.shape) is near, "several texts take the best"
+    assert ObservedPasses().choose([near, current], 1, current.shape) is current, "a quarter faster is worth it"
+    assert ObservedPasses().choose([far, near, current], 1, current.shape) is far
+    assert ObservedPasses().choose([near, current], 2, current.shape) is near, "several texts take the best"
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -44,9 +44,9 @@ COSTS = Costs(compute_s=Curve((1, 64, 128), (0.1, 0.11, 0.4)), draft_step_s=Curv
 
 def profile_with(identity: Identity, **measured: Any) -> Profile:
     """A profile of a tune that measured this."""
-    how = {"target_name": "big", "draft_name": "small", "created": "2026-01-01T00:00:00+00:00", "num_tokens": 1536,
+    options = {"target_name": "big", "draft_name": "small", "created": "2026-01-01T00:00:00+00:00", "num_tokens": 1536,
            "num_threads": 1}  # fmt: skip
-    return Profile(identity=identity, **how, **measured)
+    return Profile(identity=identity, **options, **measured)
 
 
 ACCEPTANCE = (0.71, 0.12, 0.05, 0.02, 0.03, 0.01)
@@ -195,8 +195,8 @@ def usual_profile(costs: Costs) -> Profile:
     identity = Identity(target="0" * 64, draft="1" * 64, rule="match", temperature=0.0, top_p=1.0, top_k=0,
                         machine=Machine.here("bfloat16"))  # fmt: skip
     errors = (0.01,) * len(DEFAULT_ACCEPTANCE)
-    found = {"acceptance": DEFAULT_ACCEPTANCE, "standard_error": errors}
-    return profile_with(identity, **found, costs=costs, dynamic_yields=())
+    figures = {"acceptance": DEFAULT_ACCEPTANCE, "standard_error": errors}
+    return profile_with(identity, **figures, costs=costs, dynamic_yields=())
 
 
 class Capped(Setup):
@@ -218,14 +218,14 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
     options = LoadOptions(context=LONG, ram=machine.ram_bytes, gpu_memory=machine.gpu_bytes)
     room = budget_of(options, place)
     context = plan_memory(ModelFiles(described.target), room, 1).context
-    costs = costs_on(machine, *(model_shape(one) for one in described if one is not None), context // 2)
+    costs = costs_on(machine, *(model_shape(model) for model in described if model is not None), context // 2)
     profile = usual_profile(costs)
     path, said = folder / "profile.json", folder / "machine.json"
     path.write_text(json.dumps(profile.as_dict()))
-    told = {field.name: getattr(machine, field.name) for field in fields(machine)}
-    said.write_text(json.dumps({name: value for name, value in told.items() if value is not None}))
+    values = {field.name: getattr(machine, field.name) for field in fields(machine)}
+    said.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(estimating, "resolve", lambda *one, **more: seen_by("plan", resolve(*one, **more)))
+        patch.setattr(estimating, "resolve", lambda *given, **changes: seen_by("plan", resolve(*given, **changes)))
         plan = estimating.estimate(LoadOptions(*headers, context=LONG, profile=str(path)), hardware=str(said))
     options = replace(options, profile="none")
     setup = Setup(files=described, options=options, tree=parse_tree("auto"), device=HOST, budget=room)
@@ -245,8 +245,8 @@ def named(headers: list[str], machine: Hardware, folder: Path, capped: str = "")
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_caller_names_the_same_tree(name: str, headers: list[str], tmp_path: Path) -> None:
-    found = named(headers, MACHINES[name], tmp_path)
-    assert len(set(found.values())) == 1, found
+    trees = named(headers, MACHINES[name], tmp_path)
+    assert len(set(trees.values())) == 1, trees
 
 
 def test_sizes_follow_what_rows_cost(headers: list[str], tmp_path: Path) -> None:
@@ -259,9 +259,9 @@ def test_sizes_follow_what_rows_cost(headers: list[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("caller", ["plan", "generate", "tune"])
 def test_a_cap_of_one_caller_is_noticed(caller: str, headers: list[str], tmp_path: Path) -> None:
-    found = named(headers, MACHINES["slow link"], tmp_path, caller)
-    assert found[caller] != found["tune" if caller != "tune" else "generate"], found
-    assert int(found[caller].split(":")[1].split("x")[0]) == 512
+    trees = named(headers, MACHINES["slow link"], tmp_path, caller)
+    assert trees[caller] != trees["tune" if caller != "tune" else "generate"], trees
+    assert int(trees[caller].split(":")[1].split("x")[0]) == 512
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "dtype": "bfloat16",
@@ -291,8 +291,8 @@ def test_the_best_draft_follows_from_the_machine(name: str, best: str, models: t
     path = tmp_path / f"{name}.json"
     path.write_text(json.dumps({**DRAFT_MACHINES[name], "ram_bytes": "512GiB"}))
     ways = compare_drafts(LoadOptions(*models, context=2048), str(path))
-    assert all(one.prediction for one in ways[:3]), [one.refusal for one in ways]
-    plain = {one.draft: one for one in ways if not one.draft_dtype}
+    assert all(way.prediction for way in ways[:3]), [way.refusal for way in ways]
+    plain = {way.draft: way for way in ways if not way.draft_dtype}
     kinds = {"small": models[1], "copy": "self:int4", "none": None}
     seconds = {kind: plain[draft].prediction.s_per_token for kind, draft in kinds.items()}  # type: ignore[union-attr]
     assert min(seconds, key=seconds.__getitem__) == best, seconds

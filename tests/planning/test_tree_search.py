@@ -53,8 +53,8 @@ def costs(*, row_s: float = 0.0, draft_s: float = 0.0, link: float = 1e9) -> Cos
     return Costs(compute_s=compute, draft_step_s=Curve((1,), (draft_s,)), verify_s=0.0, link_bytes_per_s=link)
 
 
-def best(what: Costs, traffic: Traffic, forest: TreeSearch | None = None) -> Prediction:
-    return rank_trees(forest or TreeSearch(P_K, max_nodes=512), what, lambda _: traffic)[0]
+def best(known: Costs, traffic: Traffic, forest: TreeSearch | None = None) -> Prediction:
+    return rank_trees(forest or TreeSearch(P_K, max_nodes=512), known, lambda _: traffic)[0]
 
 
 def independent_ranks(p: Sequence[float], num_windows: int, seed: int = 0) -> list[list[int]]:
@@ -70,16 +70,16 @@ def test_curves_widths_and_steps_are_what_hand_sums_say() -> None:
     assert Curve((8,), (0.5,)).at(100) == 0.5
     assert Curve((1, 2), (2.0, 1.0)).at(9) == 1.0, "beyond the last point time never falls"
     # Draft widths are the nodes with children.
-    assert [one.draft_widths for one in (chain(0), chain(3), sequences(4, 3))] == [[], [1, 1, 1], [1, 4, 4]]
+    assert [shape.draft_widths for shape in (chain(0), chain(3), sequences(4, 3))] == [[], [1, 1, 1], [1, 4, 4]]
     # Step is draft plus the slower side.
-    what = replace(costs(draft_s=0.05), compute_s=Curve((1, 11), (0.1, 0.2)), verify_s=0.01)
+    known = replace(costs(draft_s=0.05), compute_s=Curve((1, 11), (0.1, 0.2)), verify_s=0.01)
     for streamed_bytes, slots_bytes, total_s, limit in (
         (0, 0, 0.5 + 0.2 + 0.01, "draft"),
         (3 * 10**9, 0, 0.5 + 3.0 + 0.01, "link"),
         (3 * 10**9, 4 * 10**8, 0.5 + 2.6 + 0.01, "link"),  # what the slots take in meanwhile is hidden
         (3 * 10**9, 2 * 10**9, 3.0, "link"),  # and no more than the time that drafting takes
     ):
-        step = step_time(what, Traffic(streamed_bytes, slots_bytes), chain(10))
+        step = step_time(known, Traffic(streamed_bytes, slots_bytes), chain(10))
         assert step.total_s == pytest.approx(total_s) and step.limit == limit
 
 
@@ -90,8 +90,8 @@ def test_two_things_at_once_take_from_the_longer_to_the_sum_of_both() -> None:
     assert overlapped_s(0.3, 0.01, 0.2) == pytest.approx(0.3, rel=1e-4) and overlapped_s(0.3, 0.0, 0.2) == 0.3
 
 
-def size(what: Costs, traffic: Traffic) -> int:
-    return best(what, traffic).shape.num_nodes
+def size(known: Costs, traffic: Traffic) -> int:
+    return best(known, traffic).shape.num_nodes
 
 
 def test_costs_of_rows_links_and_drafts_shape_the_tree() -> None:
@@ -100,7 +100,7 @@ def test_costs_of_rows_links_and_drafts_shape_the_tree() -> None:
     sizes = [size(costs(row_s=row_s), resident) for row_s in (1e-5, 1e-3, 1e-2, 1.0)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 256 and sizes[-1] == 1, "costly rows make it small"
     slower = [costs(row_s=2e-3, draft_s=5e-3, link=link) for link in (1e11, 1e10, 3e9, 1e9, 2e8)]
-    sizes = [size(one, Traffic(10**9, 10**8)) for one in slower]
+    sizes = [size(known, Traffic(10**9, 10**8)) for known in slower]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1], "a slower link never makes it smaller"
     bare = [best(costs(draft_s=draft_s), resident).shape.depth for draft_s in (1e-4, 1e-2, 1.0)]
     assert bare == sorted(bare, reverse=True) and bare[-1] <= 1 < bare[0], "a costly draft makes it flat"
@@ -110,15 +110,15 @@ def test_costs_of_rows_links_and_drafts_shape_the_tree() -> None:
 
 
 def test_choice_is_the_argmax_of_what_memory_and_depth_allow() -> None:
-    what, traffic = costs(row_s=1e-3, draft_s=5e-3), Traffic(3 * 10**8, 10**8)
-    ranked = rank_trees(TreeSearch(P_K, max_nodes=64), what, lambda _: traffic)
+    known, traffic = costs(row_s=1e-3, draft_s=5e-3), Traffic(3 * 10**8, 10**8)
+    ranked = rank_trees(TreeSearch(P_K, max_nodes=64), known, lambda _: traffic)
     assert [c.s_per_token for c in ranked] == sorted(c.s_per_token for c in ranked)
     for candidate in ranked:
         tree = candidate.shape
         assert candidate.tokens_per_sweep == pytest.approx(expected_tokens(tree, P_K))
-        assert candidate.step == step_time(what, traffic, tree)
+        assert candidate.step == step_time(known, traffic, tree)
     exhaustive = min(
-        step_time(what, traffic, tree).total_s / expected_tokens(tree, P_K)
+        step_time(known, traffic, tree).total_s / expected_tokens(tree, P_K)
         for tree in (best_first(P_K, n, d) for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) for d in DEPTHS)
     )
     assert ranked[0].s_per_token == pytest.approx(exhaustive)
@@ -217,16 +217,16 @@ def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("num_texts", [1, 4])
 def test_large_trees_are_left_out_where_they_cannot_be_better(row_s: float, num_texts: int) -> None:
     """They are ordered only where they might be, and what is chosen is what all of them would have shown."""
-    what, traffic, asked = costs(row_s=row_s, draft_s=5e-3), Traffic(3 * 10**8, 10**8), list[int]()
+    known, traffic, asked = costs(row_s=row_s, draft_s=5e-3), Traffic(3 * 10**8, 10**8), list[int]()
 
     def trees_of(max_nodes: int) -> TreeSearch:
         asked.append(max_nodes)
         return TreeSearch(P_K, max_nodes=max_nodes)
 
     for is_dynamic in (False, True):
-        how = {"is_dynamic": is_dynamic, "num_texts": num_texts}
-        _, found = search(trees_of, SIZES[-1], what, lambda _: traffic, **how)
-        assert found[0] == rank_trees(TreeSearch(P_K), what, lambda _: traffic, **how)[0]
+        options = {"is_dynamic": is_dynamic, "num_texts": num_texts}
+        _, ranked = search(trees_of, SIZES[-1], known, lambda _: traffic, **options)
+        assert ranked[0] == rank_trees(TreeSearch(P_K), known, lambda _: traffic, **options)[0]
         if row_s in (0.0, 1e-2):
             assert asked == ([512] if row_s else [512, SIZES[-1]]), "most of the time goes into ordering"
         asked.clear()
@@ -260,8 +260,8 @@ def test_gains_are_exact_where_counted_and_even_between() -> None:
     assert gain(1, 0) == 1.0 and gain(64, 1) == 1.0
     assert gains([], fixed)(64, 8) == 1.0
     # A small budget does not shrink what a gain is relative to.
-    one = [counted(256, 24, 9.0)]
-    small, large = (TreeSearch(P_K, max_nodes=size, counted=one)._gain(256, 24) for size in (16, 256))
+    single = [counted(256, 24, 9.0)]
+    small, large = (TreeSearch(P_K, max_nodes=size, counted=single)._gain(256, 24) for size in (16, 256))
     assert small == pytest.approx(large)
 
 

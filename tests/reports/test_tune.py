@@ -133,10 +133,10 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(pair: Pair, text: Path, sampling: Sampling | None = None, **options: object) -> TuneResult:
-    how = {"num_tokens": NUM_NEW}
-    how |= {name: options.pop(name) for name in how.keys() & options.keys()}
+    settings = {"num_tokens": NUM_NEW}
+    settings |= {name: options.pop(name) for name in settings.keys() & options.keys()}
     loading = LoadOptions(*pair, **{"tree": "64x16", **SETTINGS, **options})
-    return tune(loading, [text], sampling or Sampling(), **how)
+    return tune(loading, [text], sampling or Sampling(), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +251,12 @@ def test_interrupted_tune_goes_on_behind_its_last_window(
 
 def test_finished_windows_of_the_same_question_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    monkeypatch.setattr(windows, "trace_window", lambda _, own, index: asked.append(index) or TracedWindow([index], []))
+
+    def traced(_: Any, question: Any, index: int) -> TracedWindow:
+        asked.append(index)
+        return TracedWindow([index], [])
+
+    monkeypatch.setattr(windows, "trace_window", traced)
 
     def traces(seed: int) -> list[TracedWindow]:
         asked.clear()
@@ -316,15 +321,15 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
 ) -> None:
     monkeypatch.setattr("offload.planning.budget.available_gpu_bytes", None)
     files = ModelFiles(*map(describe, pair))
-    how: dict[str, Any] = {"rule": "match", "ram": 4 << 30, "dtype": "auto"}
-    roomy = plan_memory(files, num_nodes=64, context=512, gpu=4 << 30, **how)
+    options: dict[str, Any] = {"rule": "match", "ram": 4 << 30, "dtype": "auto"}
+    roomy = plan_memory(files, num_nodes=64, context=512, gpu=4 << 30, **options)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), (4 << 30, 256)):
-        budget = MemoryBudget(ram_bytes=how["ram"], gpu_bytes=gpu_bytes, context=None)
+        budget = MemoryBudget(ram_bytes=options["ram"], gpu_bytes=gpu_bytes, context=None)
         setup = Setup(files=files, options=LoadOptions(), tree=TreeSpec("auto"), device=HOST, budget=budget)
-        found = for_windows(setup, setup.tree)
-        assert (found.tree.num_nodes, found.budget.context, found.is_timed) == (wanted, 512, True)
-        assert found.options.tree == found.tree.label
+        settled = for_windows(setup, setup.tree)
+        assert (settled.tree.num_nodes, settled.budget.context, settled.is_timed) == (wanted, 512, True)
+        assert settled.options.tree == settled.tree.label
 
 
 def test_a_resident_run_has_the_rate_of_its_devices_own_link(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
@@ -347,8 +352,8 @@ def test_what_computes_in_another_type_than_it_says_is_found_again(pair: Pair, t
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
     tuned = run((target, pair[1]), text)
     assert tuned.profile.identity.machine.dtype == "bfloat16"
-    found = estimate(LoadOptions(target, pair[1], ram="1GiB"))
-    assert found.basis.startswith("profile ") and any("computing in bfloat16" in note for note in found.notes)
+    estimated = estimate(LoadOptions(target, pair[1], ram="1GiB"))
+    assert estimated.basis.startswith("profile ") and any("computing in bfloat16" in note for note in estimated.notes)
     with offload.load(target, pair[1], context=256, **SETTINGS) as decoder:
         assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
 
