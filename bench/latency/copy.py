@@ -34,6 +34,8 @@ _CONTEXT = 512
 _LARGEST = "dynamic:128x64"
 _RESIDENT = "resident"
 _LEAST_PASSES = 4
+# what the context has room for behind a prompt, and the largest tree
+_MOST_TOKENS = 256
 _WRITE_BYTES = 400_000_000
 FULL = Effort(num_prompts=3, num_tokens=96, num_plain=8, limit_s=40.0)
 QUICK = Effort(num_prompts=1, num_tokens=48, num_plain=5, limit_s=10.0)
@@ -173,14 +175,18 @@ def opened(setting: Setting, case: Case, place: str) -> Decoder:
 def measured(
     decoder: Decoder, case: Case, prompt: Prompt, sampling: Sampling, effort: Effort
 ) -> tuple[Row, Written]:
-    """Return the figures of a text behind its prompt's pass, cut after a while, and the text."""
+    """Return the figures of a text behind its prompt's pass, and the text.
+
+    It ends when it is long enough or has taken long enough, but has some passes in any case.
+    """
     ids = encoded(decoder, prompt, PROMPT_TOKENS)
-    run = decoder.run(ids, sampling, max_new_tokens=effort.length(case.tree), tree=case.tree)
+    run = decoder.run(ids, sampling, max_new_tokens=_MOST_TOKENS, tree=case.tree)
     stats = run.sequence.stats
     copy_passes = 0
     for _ in run:
         copy_passes += len(decoder.drafter.widths) if stats.num_sweeps else 0
-        if stats.num_sweeps >= _LEAST_PASSES and stats.decode_s > effort.limit_s:
+        is_long = run.sequence.num_new >= effort.length(case.tree)
+        if stats.num_sweeps >= _LEAST_PASSES and (is_long or stats.decode_s > effort.limit_s):
             break
     got = run.result()
     tree = f"{got.stats.tree_num_nodes}x{got.stats.tree_depth}"

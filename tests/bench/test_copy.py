@@ -36,7 +36,7 @@ def test_every_case_has_a_row_and_its_text_is_proved(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(copy, "_WRITE_BYTES", 8 << 20)
     only = ["--only", "tiers", "--only", "token", "--only", "packing", "--place", "free link", "--temp", "0.7"]
-    outcome = shell("bench", "copy", "--quick", "--size", "100MB", "--ram", "500MB", "-n", "10", *only)
+    outcome = shell("bench", "copy", "--quick", "--size", "100MB", "--ram", "500MB", "-n", "4", *only)
     assert outcome.code == 0, outcome.err
     result = json.loads(outcome.out.splitlines()[-1])
     rows = {(row["study"], row["case"]): row for row in result["rows"]}
