@@ -40,14 +40,16 @@ def runs_numba() -> bool:
 
 
 def faster(
-    of_numba: Callable[_Given, _Made], reference: Callable[_Given, _Made]
+    code: Callable[_Given, _Made],
+    reference: Callable[_Given, _Made],
+    runs: Callable[[], object] = runs_numba,
 ) -> Callable[_Given, _Made]:
-    """Return the function that is numba's where that runs and tensors are a CPU's, else torch's."""
+    """Return the function that is compiled where that `runs` and tensors are a CPU's, else torch's."""
 
     @wraps(reference)
     def call(*args: _Given.args, **named: _Given.kwargs) -> _Made:
         is_on_cpu = isinstance(args[0], torch.Tensor) and args[0].device.type == "cpu"
-        return (of_numba if is_on_cpu and runs_numba() else reference)(*args, **named)
+        return (code if is_on_cpu and runs() else reference)(*args, **named)
 
     return call
 

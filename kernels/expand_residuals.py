@@ -145,7 +145,7 @@ def expand_residuals_compiled(
     share_rows(work, -(-num_rows // TILE_ROWS) * TILE_ROWS)
 
 
-expand_residuals = faster(expand_residuals_compiled, expand_residuals_reference)
+expand_residuals = faster(expand_residuals_compiled, expand_residuals_reference, fused_lanes)
 
 
 def expand_residuals_kernel(

@@ -19,6 +19,7 @@ Shape letters, in this file only: N rows, a multiple of `BLOCK_ROWS`; K columns,
 groups of them; B blocks of R rows, H in each half.
 """
 
+import ctypes
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from offload.kernels.compiled import compiled, faster, share_rows
+from offload.kernels.int4_code import code_for
+from offload.kernels.machine_code import call_of, fused_lanes
 from offload.kernels.rounding import F32, I32, U32, U64, bits_of, numbers, rounded, widened
 
 BLOCK_ROWS = 64  # rows come in multiples of this, whatever the block of this processor is
@@ -107,44 +110,20 @@ def expand_int4_reference(
 def expand_int4_compiled(
     word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout, out_KN: Tensor
 ) -> None:
-    scale_GN, offset_GN = (part.contiguous().numpy() for part in scale_GN2.float().unbind(2))
-    words = word_NK.view(-1, len(out_KN), layout.block_rows // 2).numpy()
-    fill = _fill_columns.to(out_KN.dtype)
-    out = numbers(out_KN)
-    share_rows(lambda lo, hi: fill(words, scale_GN, offset_GN, (lo, hi), out), len(out_KN))
+    """Do what the reference does, in machine code, on as many threads as torch has."""
+    if not fused_lanes():
+        expand_int4_reference(word_NK, scale_GN2, layout, out_KN)
+        return
+    num_columns = len(out_KN)
+    assert word_NK.is_contiguous() and out_KN.is_contiguous(), "rows lie one behind the other"
+    scale_GN, offset_GN = (part.contiguous() for part in scale_GN2.float().unbind(2))
+    sizes = (len(word_NK) // layout.block_rows, num_columns, num_columns // len(scale_GN2))
+    call = call_of(0, (word_NK, scale_GN, offset_GN, out_KN, *sizes))
+    fill = code_for(out_KN.dtype, layout.block_rows // 2)
+    share_rows(lambda lo, hi: fill(ctypes.addressof(call), lo, hi), num_columns)
 
 
-expand_int4 = faster(expand_int4_compiled, expand_int4_reference)
-
-
-@compiled
-def _fill_columns(word, scale, offset, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
-    """Fill tiles of a few columns of one block, so that writes stay in cache and few pages."""
-    first, last = extent
-    num_blocks, num_columns, half = word.shape
-    group = num_columns // scale.shape[0]
-    for begin in range(first, last, _TILE_COLUMNS):
-        for block in range(num_blocks):
-            low = block * 2 * half
-            high = (block * 2 + 1) * half
-            for column in range(begin, min(begin + _TILE_COLUMNS, last)):
-                source = word[block, column]
-                index = column // group
-                factor = scale[index, low:high]
-                addend = offset[index, low:high]
-                target = out[column, low:high]
-                for row in range(U32(half)):
-                    target[row] = rounded(
-                        F32(F32(F32((I32(source[row]) & 15) - 8) * factor[row]) + addend[row])
-                    )
-                end = high + half
-                factor = scale[index, high:end]
-                addend = offset[index, high:end]
-                target = out[column, high:end]
-                for row in range(U32(half)):
-                    target[row] = rounded(
-                        F32(F32(F32((I32(source[row]) >> 4) - 8) * factor[row]) + addend[row])
-                    )
+expand_int4 = faster(expand_int4_compiled, expand_int4_reference, fused_lanes)
 
 
 @cache

@@ -7,16 +7,20 @@ import pytest
 import torch
 from plans import model_shape, plan_memory
 from rounding import Promise, assert_same_bits
+from shell import run_python
 from test_families import config_of, tiny_model
 from test_tiny import prompts
 from tiny import FAMILIES, build, save, save_pair, streaming_ram
 
 import offload
 from offload.checkpoint.open import open_checkpoint
+from offload.checkpoint.packaged import PAIR
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, REFERENCE
+from offload.kernels.machine_code import fused_lanes
+from offload.memory.sizes import RUNTIME_BYTES
 from offload.packing.forecast import stack_of
 from offload.packing.format import read_packed, write_original
 from offload.packing.pack import pack, unpack
@@ -157,6 +161,22 @@ def test_beside_a_copy_bits_are_the_same_and_the_copy_is_there_once(family: str,
                 scales = {held["scale"].data_ptr() for held in copy.values()}
                 assert (scales == {weights.scale.data_ptr() for weights in shared}) == (dtype == "bfloat16")
     assert all(tokens == ids[0] for tokens in ids)
+
+
+_DRAFTED_BY_ITS_COPY = """
+import sys, offload
+options = {"ram": "1GiB", "context": 256, "tree": "dynamic:32x31", "device": "cpu", "profile": "none"}
+with offload.load(sys.argv[1], "self:int4", **options) as decoder:
+    decoder.generate([3, 4, 5] * 20, max_new_tokens=24)
+    print(decoder.plan.runtime_bytes, "numba" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(not fused_lanes(), reason="no machine code can be made for this processor")
+def test_beside_a_copy_no_compiler_is_planned_for_or_imported(tmp_path: Path) -> None:
+    """Neither to read the weights, nor to draft with few rows and many."""
+    folder = pack(PAIR / "target", tmp_path / "beside", beside="int4", progress=lambda *_: None).folder
+    assert run_python("-c", _DRAFTED_BY_ITS_COPY, folder).split() == [str(RUNTIME_BYTES), "False"]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3-moe"])

@@ -41,6 +41,7 @@ class HeldSizes(NamedTuple):
     scratch_bytes: int  # the largest matrix, expanded
     passing_bytes: int  # memory that loading takes while a layer is rounded
     expanded_weights: int  # numbers that a pass of many rows expands, one matrix after the other
+    rounds: bool  # whether loading rounds matrices, or all of them lie in the target's files
 
 
 def is_held(name: str, shape: tuple[int, ...]) -> bool:
@@ -57,11 +58,15 @@ def copied_matrix(name: str, entry: TensorEntry) -> bool:
     return is_held(place.inner, entry.shape) and group_of(entry.shape[1]) is not None and is_large
 
 
+def is_residual(entry: TensorEntry) -> bool:
+    """Return True for a matrix that is stored beside its copy in 4 bits."""
+    return entry.coded is not None and isinstance(entry.coded.coding, Residual)
+
+
 def is_shared(entry: TensorEntry, held: Held | None) -> bool:
     """Return True if a draft multiplies with a copy that its target keeps anyway."""
-    coded = entry.coded
     is_copy = held is not None and held.is_copy and held.bits == 4
-    return is_copy and coded is not None and isinstance(coded.coding, Residual)
+    return is_copy and is_residual(entry)
 
 
 def shared_bytes(shape: tuple[int, ...], computed: Encoding) -> int:
@@ -81,6 +86,7 @@ def held_sizes(
     layer_bytes = []
     matrices = []
     passing_bytes = 0
+    rounds = False
     for entries in layers:
         shared = [entry for entry in entries if is_shared(entry, held)]
         matrices += [entry.shape for entry in shared]
@@ -93,6 +99,7 @@ def held_sizes(
         own_bytes = sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in matrices_here)
         layer_bytes.append(own_bytes + others + shared_bytes_of)
         matrices += [entry.shape for entry in matrices_here]
+        rounds = rounds or bool(matrices_here)
         stored = sum(entry.num_bytes + computed.stored_bytes(entry.shape) for entry in entries)
         # numbers that are rounded in one step; the compiled encoder needs far fewer
         rounded = 0
@@ -102,4 +109,5 @@ def held_sizes(
         passing_bytes = max(passing_bytes, stored + rounded * _CHUNK_ITEM_BYTES)
     scratch = max((padded_rows(rows) * columns for rows, columns in matrices), default=0)
     num_weights = sum(map(math.prod, matrices))
-    return HeldSizes(tuple(layer_bytes), scratch * item_bytes, passing_bytes, num_weights)
+    room_bytes = scratch * item_bytes
+    return HeldSizes(tuple(layer_bytes), room_bytes, passing_bytes, num_weights, rounds)

@@ -21,7 +21,7 @@ from offload.checkpoint.checkpoint import (
     remembered,
     unsupported,
 )
-from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes, is_shared
+from offload.checkpoint.held import FEW_ROWS, Held, HeldSizes, held_sizes, is_residual, is_shared
 from offload.checkpoint.layer_sizes import (
     ExpertShape,
     cast_bytes_of,
@@ -113,7 +113,7 @@ class ModelShape:
     # of these, what a pass expands, since it is coded or held in fewer bits
     expanded_weights: int = 0
     product_rows: int = 0  # up to this many rows a CPU multiplies without expanding them
-    # whether functions that are compiled on the spot may expand its weights
+    # whether numba may compile what expands or rounds its weights
     is_compiled: bool = False
     # with the target, whose embeddings and head it uses; of the rest these bytes are its own
     shares_rest: bool = False
@@ -191,7 +191,7 @@ def _shape_in(checkpoint: Checkpoint, dtype: str) -> ModelShape:
         beside_bytes=_beside_bytes(layers, rest, checkpoint.held),
         layer_weights=layer_weights,
         expanded_weights=_num_weights(coded),
-        is_compiled=bool(coded),
+        is_compiled=not all(map(is_residual, coded)),
         **kept,
     )
     held = checkpoint.held
@@ -265,7 +265,7 @@ def _held_shape(shape: ModelShape, held: Held, sizes: HeldSizes) -> ModelShape:
         beside_bytes=shape.beside_bytes + sizes.passing_bytes,
         expanded_weights=sizes.expanded_weights,
         product_rows=FEW_ROWS,
-        is_compiled=shape.is_compiled or held.bits == 4,
+        is_compiled=shape.is_compiled or (held.bits == 4 and sizes.rounds),
         shares_rest=shape.shares_rest or held.is_copy,
     )
 
