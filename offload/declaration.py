@@ -270,7 +270,8 @@ def whole_number(value: object, subject: str) -> int:
     try:
         return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
     except TypeError:
-        raise UserError(f"{subject} must be a whole number, got {value!r:.80}: round it") from None
+        remedy = "round it" if isinstance(value, float) else "give an int"
+        raise UserError(f"{subject} must be a whole number, got {value!r:.80}: {remedy}") from None
 
 
 def number(value: object, subject: str) -> float:

@@ -25,6 +25,7 @@ from offload.engine.tokenizer import (
     Tokenizer,
     Vocabulary,
     check_vocabulary,
+    class_note,
     foreign_note,
     load_tokenizer,
 )
@@ -104,7 +105,7 @@ def open_pair(
         source=source,
         tokenizer=tokenizer,
         texts=TextRules.from_checkpoint(files.target, tokenizer, target.vocab_size),
-        notes=_notes(setup, drafts),
+        notes=_notes(setup, drafts, tokenizer),
         scans=scans,
         damage=damage,
         identities=identities,
@@ -128,9 +129,11 @@ def _open_drafts(
     return drafts
 
 
-def _notes(setup: Setup, drafts: Iterable[TreeModel]) -> list[str]:
+def _notes(setup: Setup, drafts: Iterable[TreeModel], tokenizer: Tokenizer | None) -> list[str]:
     """Return lines for the user on features that the models lack."""
     notes = [foreign_note(draft.foreign_ids) for draft in drafts if draft.foreign_ids]
+    if (note := class_note(setup.files.target.tokenizer_path, tokenizer)) is not None:
+        notes.append(note)
     if (plan := setup.minimal_plan).turns:
         notes.append(
             f"a text that grows beyond {plan.turning_point} tokens is read anew once: longrope turns "

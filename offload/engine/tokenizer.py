@@ -25,6 +25,10 @@ _MOST_FOREIGN_SHARE = 0.05
 # how `refusing` tells of it
 _REMEDY = "download its files again, or take a model whose tokenizer this transformers reads"
 TOKENIZER_FAILED = ("the model's tokenizer failed", _REMEDY, HostFault)
+# cut in other places by each family: numbers, contractions, letters, marks, white space
+_PROBE = "In 1999 it's  x_1,\n\n\tAND 3.14 (a+b) cafés"
+# the class of transformers that takes tokenizer.json as it is
+_AS_WRITTEN = "TokenizersBackend"
 # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
 Tokenizer: TypeAlias = Any
 
@@ -51,6 +55,35 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get(TEMPLATE)
     return tokenizer
+
+
+def class_note(directory: Path, tokenizer: Tokenizer | None) -> str | None:
+    """Return a line for the user if texts are cut otherwise than tokenizer.json says; None if not.
+
+    For some kinds of models (qwen2) transformers 5.24 passes over the class that the files state,
+    and takes vocabulary and merges alone; its own class cuts the text before them.
+    """
+    file = directory / "tokenizer.json"
+    if tokenizer is None or not os.path.isfile(file) or not _states_another(directory, tokenizer):
+        return None
+    from tokenizers import Tokenizer as FileTokenizer
+
+    written = FileTokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids
+    if tokenizer(_PROBE, add_special_tokens=False).input_ids == written:
+        return None
+    return (
+        f"transformers takes {type(tokenizer).__name__} for this model, which cuts texts otherwise "
+        "than its tokenizer.json says: answers may be worse; the model can be given token ids"
+    )
+
+
+def _states_another(directory: Path, tokenizer: Tokenizer) -> bool:
+    """Return True if a class cuts texts that is not the one that the files state."""
+    taken = type(tokenizer).__name__
+    path = directory / TOKENIZER_CONFIG
+    stated = read_json(path).get("tokenizer_class") if os.path.isfile(path) else None
+    is_stated = str(stated).removesuffix("Fast") == taken.removesuffix("Fast")
+    return stated is not None and not is_stated and taken != _AS_WRITTEN
 
 
 def tokenizer_end_ids(tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -31,6 +31,8 @@ MODEL = "model"
 AUTO = "auto"
 _LOOKUP = "lookup"
 _STORE = "store"
+# what is behind the colon of these is a folder, which must be named
+_NEEDS_PATH = {EAGLE3: "head", DFLASH: "head", ASSISTANT: "head", _STORE: "store"}
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,20 @@ class DraftSpec(NamedTuple):
         drafts = list[str]()
         stores = list[str]()
         for part in parts:
+            _require_value(part)
             kind, colon, path = part.partition(":")
             if kind == _STORE and colon:
-                require(bool(path), f"`draft` {_STORE}:PATH names a store", repr(part), "add it")
                 stores.append(path)
             elif part != _LOOKUP:
                 drafts.append(part)
+        lookups = [part for part in parts if part == _LOOKUP]
         requirement = (
             "`draft` joins one draft, or a copy and one below it, with lookup and one store:PATH"
         )
         kinds = [kind_of(draft)[0] for draft in drafts]
         are_tiers = kinds[:1] == [OWN] and AUTO not in kinds
         are_tiers = are_tiers and all(KINDS[kind].is_scout for kind in kinds[1:])
-        for named, most in ((drafts, 2 if are_tiers else 1), (stores, 1)):
+        for named, most in ((drafts, 2 if are_tiers else 1), (stores, 1), (lookups, 1)):
             require(
                 len(named) <= most,
                 requirement,
@@ -105,7 +108,17 @@ class DraftSpec(NamedTuple):
                 "leave out those that are too many",
             )
         require("" not in drafts, requirement, repr(whole), "name each, such as mtp+lookup")
-        return cls("+".join(drafts) or None, _LOOKUP in parts, next(iter(stores), None))
+        return cls("+".join(drafts) or None, bool(lookups), next(iter(stores), None))
+
+
+def _require_value(part: str) -> None:
+    """Refuse a head or a store without its folder, and a value behind what takes none."""
+    kind, colon, value = part.partition(":")
+    if kind in _NEEDS_PATH and (colon or not os.path.isdir(part)):
+        requirement = f"`draft` {kind}:PATH names a {_NEEDS_PATH[kind]}"
+        require(bool(value), requirement, repr(part), "add its folder")
+    if kind in (_LOOKUP, AUTO):
+        require(not colon, f"`draft` {kind} has no value", repr(part), f"give {kind} alone")
 
 
 def kind_of(draft: PathLike) -> tuple[str, str]:

@@ -20,10 +20,11 @@ from offload.checkpoint.packaged import PAIR
 from offload.engine import draft_choice
 from offload.engine.decoder import Decoder
 from offload.engine.resolve import resolve
+from offload.errors import UserError
 from offload.memory.plan import MemoryBudget
 from offload.memory.planner import least_budget, plan_memory
 from offload.model.headers import specified
-from offload.planning.draft_kinds import KINDS, DraftKind, files_of
+from offload.planning.draft_kinds import KINDS, DraftKind, DraftSpec, files_of
 from offload.planning.load_options import LoadOptions
 from offload.sampling_options import Sampling
 
@@ -126,3 +127,22 @@ def test_files_of_a_draft_are_asked_for_in_few_places() -> None:
     asks = {str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.py")
             if re.search(r"files\.draft\b|has_draft", path.read_text())}  # fmt: skip
     assert asks <= HOLDERS
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("eagle3:", "eagle3:PATH names a head, got 'eagle3:'"),
+        ("dflash", "dflash:PATH names a head, got 'dflash'"),
+        ("self:int4+assistant:", "assistant:PATH names a head"),
+        ("store:", "store:PATH names a store, got 'store:'"),
+        ("store", "store:PATH names a store, got 'store'"),
+        ("auto:x", "auto has no value, got 'auto:x'"),
+        ("mtp+lookup:", "lookup has no value, got 'lookup:'"),
+        ("mtp+lookup+lookup", "joins one draft, .* got lookup and lookup"),
+        ("mtp+store:a+store:b", "joins one draft, .* got a and b"),
+    ],
+)
+def test_a_name_without_what_it_needs_or_named_twice_is_refused(draft: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        DraftSpec.parse(draft)

@@ -2,6 +2,7 @@
 
 import codecs
 import errno
+import json
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -13,10 +14,11 @@ import pytest
 from matrix import matrix
 from reciting import NUM_SAID, PROMPT, SAID, TREES, open_decoder
 from tiny import save_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from offload import load
 from offload.engine.conversation import encode_messages, encode_prompt
 from offload.engine.request import Request, samples_of
 from offload.engine.text_stream import TextStream
@@ -248,6 +250,27 @@ def test_without_a_tokenizer_there_is_no_text(tmp_path: Path) -> None:
     assert stream.push([3, 4]) == ("", False) and stream.finish() == "" == stream.text
     with pytest.raises(UserError, match="no tokenizer: leave it out"):
         Request([1, 2], stop="END").ids(None, 10, 512)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated", "is_recut"),
+    [("qwen2", "TokenizersBackend", True), ("qwen2", "Qwen2Tokenizer", False), ("llama", "TokenizersBackend", False)],
+)
+def test_a_class_that_cuts_otherwise_than_the_file_is_told_of(
+    kind: str, stated: str, is_recut: bool, tmp_path: Path
+) -> None:
+    """transformers 5.24 passes over the class that the files of a Qwen2 state."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator(["In 1999"] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=words.get_vocab_size(), num_key_value_heads=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": stated}))
+    with load(tmp_path, None) as decoder:
+        assert any("cuts texts otherwise" in note for note in decoder.notes) == is_recut
 
 
 def test_prompts_go_through_the_chat_template_unless_raw(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
