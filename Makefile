@@ -193,7 +193,7 @@ $(EVAL)/.installed: $(VENV)/.installed-dev | $(EVAL)/bin/pip
 	@echo "== installing lm-eval into $(EVAL), beside what $(VENV) holds (once)"
 	@cd $(VENV)/lib/python3*/site-packages && pwd > $(CURDIR)/$(EVAL)/dev.pth
 	@mv $(EVAL)/dev.pth $(EVAL)/lib/python3*/site-packages/
-	@$(EVAL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[eval]' 'lm-eval[api]' 'openai-agents>=0.24,<0.25'
+	@$(EVAL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . 'lm-eval[api]>=0.4.13' 'openai-agents>=0.24,<0.25'
 	@touch $@
 
 $(AUDIT)/.installed: | $(AUDIT)/bin/pip

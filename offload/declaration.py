@@ -58,7 +58,7 @@ class Option:
     counts: str = ""  # upper bound of a number, by name: `cores`
     # affects how tokens are drawn, so it means nothing to greedy text
     is_drawing: bool = False
-    # doors besides the command line: python, http, batch, chat, page, harness, suggested
+    # doors besides the command line: python, http, batch, chat, page, suggested
     doors: tuple[str, ...] = ()
     called: Mapping[str, str] | None = None  # {door: its name there}, if it differs
     synonyms: tuple[str, ...] = ()  # other names that programs may use

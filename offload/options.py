@@ -221,11 +221,6 @@ class ModelOptions:
         doc="how [runs of stages follow each other](ranks.md#runs-in-flight---pipeline): "
         "`async` (default with a draft), `sync` or `plain`, with settings",
     )
-    slow_layer_s: float = option(
-        "--slow-layer", default=0.0, metavar="SECONDS", least=0, is_hidden=True, commands=_WRITE,
-        group="Expert",
-        help="every layer takes longer",
-    )
     parallel: int = option(
         "--parallel", default=1, metavar="B", least=1, within="1 to 256", remedy="1 writes one text at a time",
         commands=("generate", "serve", "plan"),

@@ -13,7 +13,7 @@ MOST_SAMPLES = 100_000  # of a prompt: each is held until all are written
 LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones would be equal
 _NUM_SEEDS = 1 << 63
 _WRITE = ("generate", "chat")
-_ALL = ("http", "batch", "chat", "harness")
+_ALL = ("http", "batch", "chat")
 # and a model's own generation_config.json
 _SUGGESTED = (*_ALL, "suggested")
 
@@ -71,7 +71,7 @@ class Sampling:
         "--repeat-penalty", "--repetition-penalty", default=1.0, metavar="R",
         within=f"{1 / MOST_PENALTY:g} to {MOST_PENALTY}", remedy="1 is none",
         help="above 1: make tokens of the prompt and the answer less likely", commands=_WRITE,
-        doors=_SUGGESTED, called=dict.fromkeys(("harness", "suggested"), "repetition_penalty"),
+        doors=_SUGGESTED, called={"suggested": "repetition_penalty"},
         synonyms=("repetition_penalty",),
         doc="above 1: [divides logits](#penalties-and-biases) of tokens in the prompt or the "
         "answer",

@@ -32,7 +32,6 @@ from offload.engine.request import request_of
 from offload.distributed.orders import Reset, decode, encode
 from offload.server.openai.bodies import ChatBody
 from offload.server.page import read_page
-from offload.declaration import options_at
 
 def refusal(*arguments):
     with patch.object(sys, "argv", ["offload", "generate", "-m", "nowhere/at-all", "-p", "x", *arguments]):
@@ -55,7 +54,6 @@ found = {
     "page": read_page().body.decode(),
     "Python": request_of("x", {"made_up": 0.25}).sampling.made_up,
     "ranks": decode(encode(Reset(0, Sampling(made_up=0.25)))).sampling.made_up,
-    "lm-eval": [*options_at("harness", Sampling)],
     "docs": option_docs["with_table"](""),
     "arguments": option_docs["text_arguments"](),
 }
@@ -97,7 +95,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("flag", ("--made-up must lie in [0, 1], got 2.0: 0.5 is usual",)),
         ("a variable", ("got 3.0", "(--made-up is set by OFFLOAD_MADE_UP)")),
         ("config.toml", ("got 4.0", "(--made-up is set by ", "config.toml)")),
-        *((door, ("made_up",)) for door in ("HTTP", "a file of prompts", "lm-eval")),
+        *((door, ("made_up",)) for door in ("HTTP", "a file of prompts")),
         ("/set", ("made-up",)),
         ("page", ('<label>Made-up<input id="made_up" type="number" min="0" max="1" step="any"',)),
         ("docs", ("| `--made-up` `X` | generate, chat | `0.5` |", "nothing at all")),

@@ -79,7 +79,7 @@ def test_make_test_floor_installs_every_floor(python: str) -> None:
     """Except for what needs a GPU, or brings data sets along."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"cuda12", "cuda13", "eval"})]
+    lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"cuda12", "cuda13"})]
     pins = [line for line in (ROOT / "constraints-floor.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = versions(pins, "==", python)
     assert len(pinned) >= 9

@@ -12,7 +12,6 @@ the same numbers on all stages. Invariant: a row's draw depends on its path and 
 """
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,22 +64,13 @@ class PipelineStage:
     Args:
         model: has its weights around the layers bound permanently.
         plan: the section's; it has room for as many uncommitted rows as its tree has nodes.
-        slow_layer_s: seconds added to every layer, for studies.
     """
 
-    def __init__(
-        self,
-        model: SectionModel,
-        stream: LayerStream,
-        plan: MemoryPlan,
-        *,
-        slow_layer_s: float = 0.0,
-    ) -> None:
+    def __init__(self, model: SectionModel, stream: LayerStream, plan: MemoryPlan) -> None:
         self.model = model
         self.stream = stream
         self._max_logits = plan.num_logits_rows
         self._num_slots = plan.cache_slots
-        self._slow_layer_s = slow_layer_s
         self._cache = model.new_cache(plan.cache_slots)
         # rows of cancelled runs, which were never computed
         self._cache.fix()
@@ -193,8 +183,6 @@ class PipelineStage:
         return torch.tensor(tokens, dtype=torch.long)
 
     def _go_on(self, layer: int) -> None:
-        if self._slow_layer_s:
-            time.sleep(self._slow_layer_s)
         if self._is_cancelled() and self._may_stop(layer):
             raise _CancelledError
 
@@ -219,7 +207,7 @@ def load_stage(
     model, stream = load_section(
         setup, setup.files.target, section, plan, resources, has_host_table=has_host_table
     )
-    return PipelineStage(model, stream, plan, slow_layer_s=setup.options.slow_layer_s)
+    return PipelineStage(model, stream, plan)
 
 
 def serve_stage(transport: Transport, before: int, after: int | None, stage: PipelineStage) -> None:

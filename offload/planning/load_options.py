@@ -148,9 +148,6 @@ class LoadOptions(ModelOptions, ModelChoice):
         is_idle = roles is None and self.pipeline is not None
         remedy = "give `ranks`, such as stages:0-1"
         require(not is_idle, "`pipeline` goes with `ranks`", "none", remedy)
-        is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
-        given = f"`ranks` {self.ranks or 'none'}"
-        require(is_slow, "`slow_layer_s` goes with stages", given, "leave it out")
 
     def _check_pipeline(self, roles: Roles) -> None:
         names = ("tree", "lookup", "ngram", "datastore")

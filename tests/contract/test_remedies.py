@@ -192,24 +192,6 @@ def ids(start_ids: tuple[int, ...], context: int) -> object:
     return Request([5] * 20, max_new_tokens=4).ids(None, 96, context, start_ids=start_ids)
 
 
-def window(context: int) -> object:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'offload[eval]'")
-    from offload.integrations.lm_eval import OffloadLM
-
-    return OffloadLM._window(SimpleNamespace(max_length=context), ("", [5], [6] * 20))  # type: ignore[arg-type]
-
-
-def harness(context: int) -> object:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'offload[eval]'")
-    from offload.integrations.lm_eval import OffloadLM
-
-    tokenizer = SimpleNamespace(decode=lambda *_, **__: "</s>")
-    holder = SimpleNamespace(max_length=context, max_gen_toks=20, tokenizer=tokenizer, eot_token_id=0, _seed=0)
-    holder.decoder = SimpleNamespace(end_ids=frozenset())
-    holder.tok_encode = lambda _: [5]
-    return OffloadLM._request(holder, "x", {"until": []}, repetition=0)  # type: ignore[arg-type]
-
-
 def budget(**options: Any) -> Row:
     """Too little memory; the line tells how much is enough."""
 
@@ -287,8 +269,6 @@ ROWS: dict[str, Row] = {
     "engine/request.py:_check_source": acts(lambda context: ids((0,), context)),
     "engine/session.py:_checked": reciter(session, 16, 64),
     "engine/tokenizer.py:load_tokenizer": lambda place: _broken_tokenizer(place),
-    "integrations/lm_eval.py:OffloadLM._window": acts(window),
-    "integrations/lm_eval.py:OffloadLM._request": acts(harness),
     "memory/planner.py:_MemoryLayout._computing_tier.refusal": budget(ram="1MiB"),
     "memory/planner.py:_MemoryLayout._feeding_tier.refusal": budget(ram="1MiB", gpu="4GiB"),
     "model/encoder_decoder.py:EncoderDecoderModel.__init__": lambda place: _encoder(place),

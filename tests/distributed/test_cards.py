@@ -108,7 +108,7 @@ def test_a_process_that_ends_before_ranks_have_met_is_told_of(ending: str, monke
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_however_a_command_ends_no_process_is_left(number: int) -> None:
-    running = start("generate", *CARDS, "-p", PROMPT, "-n", 100, "--slow-layer", "0.2", "--ranks", "stages:0-1")
+    running = start("generate", *CARDS, "-p", PROMPT, "-n", 900, "--ranks", "stages:0-1")
     assert running.stdout is not None and running.stdout.read(1)
     cards_here = children(running.pid)
     began_s = time.monotonic()

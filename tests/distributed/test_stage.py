@@ -3,6 +3,7 @@
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -46,16 +47,27 @@ def whole(checkpoint: Checkpoint) -> Iterator[TreeModel]:
     model.close()
 
 
+class SlowStage(PipelineStage):
+    """Every layer takes `layer_s` seconds longer."""
+
+    layer_s = 0.0
+
+    def _go_on(self, layer: int) -> None:
+        time.sleep(self.layer_s)
+        super()._go_on(layer)
+
+
 @contextmanager
 def serving(
     checkpoint: Checkpoint, cuts: Sequence[int], delay: Delay, *, is_streamed: bool = False, slow_layer_s: float = 0.0
-) -> Iterator[tuple[list[InMemory], list[PipelineStage]]]:
+) -> Iterator[tuple[list[InMemory], list[SlowStage]]]:
     """The ranks' transports, and the stages behind them; the first one is the head's own rank."""
-    transports, threads, stages = in_memory(len(cuts) - 1, delay), list[threading.Thread](), list[PipelineStage]()
+    transports, threads, stages = in_memory(len(cuts) - 1, delay), list[threading.Thread](), list[SlowStage]()
     with ExitStack() as resources:
         for rank, section in enumerate(sections(*cuts)):
             model, stream = resources.enter_context(opened(checkpoint, section, is_streamed=is_streamed, runs=False))
-            stages.append(PipelineStage(model, stream, plan_of(checkpoint, section), slow_layer_s=slow_layer_s))
+            stages.append(SlowStage(model, stream, plan_of(checkpoint, section)))
+            stages[-1].layer_s = slow_layer_s
             neighbours = (max(0, rank - 1), rank + 1 if rank + 2 < len(cuts) else None)
             threads.append(threading.Thread(target=serve_stage, args=(transports[rank], *neighbours, stages[-1])))
         for thread in threads:

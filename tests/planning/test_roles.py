@@ -113,8 +113,6 @@ def test_options_know_the_ranks_that_were_started(monkeypatch: pytest.MonkeyPatc
     [
         ({"ranks": "shards", "invariant": True}, "`invariant` is promised by one process, got `ranks` shards"),
         ({"ranks": "stages:0-1", "invariant": True}, "`invariant` is promised by one process, got `ranks` stages:0-1"),
-        ({"slow_layer_s": 0.1}, "`slow_layer_s` goes with stages, got `ranks` none"),
-        ({"ranks": "shards", "slow_layer_s": 0.1}, "`slow_layer_s` goes with stages, got `ranks` shards"),
         ({"ranks": "stages:0-1", "tree": "64x16"}, "`tree` is for one pass at a time"),
         ({"ranks": "shards", "experts": "demand"}, "`experts` demand works in one process alone, got `ranks` shards"),
         ({"ranks": "shards", "pipeline": "plain"}, "`pipeline` says how stages run"),
