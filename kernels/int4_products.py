@@ -243,7 +243,7 @@ class _Product(Code):
         most = builder.call(self._largest, [most_lanes])
         is_any = builder.fcmp_ordered(">", most, number(0.0))
         times = builder.select(is_any, builder.fdiv(number(_MOST), most), number(0.0))
-        times = self._repeated(times, self._floats)
+        times = self._broadcast(times, self._floats)
 
         def round_some(at: Any, before: Sequence[Any]) -> list[Any]:
             numbers = builder.fmul(self._register(self._at(rows, at)), times)
@@ -262,9 +262,9 @@ class _Product(Code):
     def _register(self, place: Any) -> Any:
         """Return a register of numbers of the rows' type that lie there, in float32."""
         if self._dtype == torch.float32:
-            return self._loaded(place, self._floats)
+            return self._load(place, self._floats)
         return self._wide(
-            self._loaded(place, self._ir.VectorType(place.type.pointee, self._lanes), 2)
+            self._load(place, self._ir.VectorType(place.type.pointee, self._lanes), 2)
         )
 
     def _wide(self, numbers: Any) -> Any:
@@ -285,7 +285,7 @@ class _Product(Code):
         function = self._begin(_MULTIPLY, [self._index.as_pointer(), self._number])
         call, self._sums = function.args
         kinds = [self._bytes, self._number, self._bytes, self._narrow, self._narrow]
-        given = self._given(call, [*kinds, *[self._index] * 4])
+        given = self._arguments(call, [*kinds, *[self._index] * 4])
         self._row, self._factor, self._word, self._scale, self._out, *sizes = given
         self._num_rows, self._num_groups, self._group, self._height = sizes
         width = self._times(self._num_groups, self._group)
@@ -307,14 +307,14 @@ class _Product(Code):
             self._each(0, self._num_groups, 1, multiply_group)
             self._each_tile(lambda row, count: self._write(first, row, count))
 
-        self._share(call, multiply)
+        self._share_parts(call, multiply)
         self._builder.ret_void()
         self._write_alone(function)
 
     def _write_alone(self, multiply: Any) -> None:
         """multiply_alone(call): `multiply` with room of its own; see `ParallelKernelCall`."""
         (call,) = self._begin(_ALONE, [self._index.as_pointer()]).args
-        *_, num_rows, _, _, _ = self._given(call, [self._bytes] * 5 + [self._index] * 4)
+        *_, num_rows, _, _, _ = self._arguments(call, [self._bytes] * 5 + [self._index] * 4)
         size = self._times(num_rows, self._block_rows)
         room = self._builder.alloca(self._ir.FloatType(), size)
         room.align = _LINE_BYTES
@@ -376,10 +376,10 @@ class _Product(Code):
         for index, (place, product) in enumerate(zip(places, products, strict=True)):
             scale, offset = factors[index % self._num_registers]
             factor = self._at(self._factor, self._times(nths[index // self._num_registers], 2))
-            row_scale, row_sum = (self._repeated_at(factor, nth, self._floats) for nth in (0, 1))
+            row_scale, row_sum = (self._broadcast_at(factor, nth, self._floats) for nth in (0, 1))
             scaled = builder.fmul(builder.sitofp(product, self._floats), scale)
-            before = self._added(offset, row_sum, self._loaded(place, self._floats))
-            self._store(self._added(scaled, row_scale, before), place)
+            before = self._fma(offset, row_sum, self._load(place, self._floats))
+            self._store(self._fma(scaled, row_scale, before), place)
 
     def _four_columns(self, place: Any) -> list[Any]:
         """Return the codes of four columns of a block, a byte each: a register for some rows.
@@ -390,8 +390,8 @@ class _Product(Code):
         both = self._ir.VectorType(self._byte, 2 * self._half)
         for line in range(0, _FOUR * self._half, _LINE_BYTES):
             self._fetch(self._at(place, _WORDS_AHEAD + line))
-        first = self._loaded(place, both, 1)
-        second = self._loaded(self._at(place, 2 * self._half), both, 1)
+        first = self._load(place, both, 1)
+        second = self._load(self._at(place, 2 * self._half), both, 1)
         mask = self._ints([_CODE_MASK] * self._lanes)
         four = self._ints([_CODE_BITS] * self._lanes)
         lows = list[Any]()
@@ -402,7 +402,7 @@ class _Product(Code):
                 for row in range(lo, lo + self._lanes)
                 for column in range(_FOUR)
             ]
-            words = builder.bitcast(self._shuffled(first, second, order), self._ints)
+            words = builder.bitcast(self._shuffle(first, second, order), self._ints)
             lows.append(builder.and_(words, mask))
             highs.append(builder.and_(builder.lshr(words, four), mask))
         return [*lows, *highs]
@@ -413,7 +413,7 @@ class _Product(Code):
         """Add the products of four columns of a block with those bytes of some rows."""
         added = list[Any]()
         for nth, place in enumerate(rows):
-            four = self._repeated(self._loaded(place, self._int, _FOUR), self._ints)
+            four = self._broadcast(self._load(place, self._int, _FOUR), self._ints)
             before = sums[nth * len(codes) : (nth + 1) * len(codes)]
             added += [self._dotted(*pair, four) for pair in zip(before, codes, strict=True)]
         return added
@@ -431,13 +431,13 @@ class _Product(Code):
         """Return the scales of a register's rows, and what the sums of bytes are times."""
         place = self._at(scales, 2 * register * self._lanes)
         kind = self._ir.VectorType(place.type.pointee, 2 * self._lanes)
-        both = self._loaded(place, kind, self._dtype.itemsize)
-        parts = [self._shuffled(both, both, range(nth, kind.count, 2)) for nth in (0, 1)]
+        both = self._load(place, kind, self._dtype.itemsize)
+        parts = [self._shuffle(both, both, range(nth, kind.count, 2)) for nth in (0, 1)]
         if self._dtype != torch.float32:
             parts = [self._wide(part) for part in parts]
         scale, offset = parts
         middle = self._floats([-_MIDDLE] * self._lanes)
-        return scale, self._added(middle, scale, offset)
+        return scale, self._fma(middle, scale, offset)
 
     def _write(self, first: Any, row: Any, count: int) -> None:
         """Write what some rows have in the columns of a block, rounded."""
@@ -445,9 +445,9 @@ class _Product(Code):
             begin = self._add(self._times(self._add(row, nth), self._height), first)
             sums_of_row = self._at(self._sums, self._times(self._add(row, nth), self._block_rows))
             for lo in range(0, self._block_rows, EIGHT):
-                some = self._loaded(self._at(sums_of_row, lo), self._eight)
+                some = self._load(self._at(sums_of_row, lo), self._eight)
                 target = self._at(self._out, self._add(begin, lo))
                 if self._dtype == torch.float32:
                     self._store(some, target)
                 else:
-                    self._store(self._rounded(some), target, 2)
+                    self._store(self._round_to_16_bits(some), target, 2)

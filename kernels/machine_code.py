@@ -187,11 +187,15 @@ def _unwritten_ranges(lines: Iterable[str]) -> Iterator[tuple[int, int]]:
 
 
 class Code:
-    """Functions of one module, as llvmlite writes them; the one that is begun last is written to.
+    """Writes the functions of one LLVM module through llvmlite, one after the other.
+
+    Methods append instructions to the function that was begun last. Their arguments and results are
+    LLVM's values, which stand for numbers at run time: an *index* is a 64-bit integer, for which a
+    Python int may be given, a *place* an address, a *register* a vector.
 
     Args:
         dtype: of weights, keys or values in memory.
-        lanes: numbers of a register.
+        lanes: float32 numbers of a register.
     """
 
     def __init__(self, dtype: torch.dtype, lanes: int) -> None:
@@ -240,11 +244,11 @@ class Code:
         begun: Sequence[Any],
         work: Callable[[Any, Sequence[Any]], list[Any]],
     ) -> list[Any]:
-        """Write a loop that runs once at least, and return the values behind it.
+        """Write a do-while loop over [start, end), and return the values that it ends with.
 
         Args:
-            begun: values before it.
-            work: writes a round: from the index and the values before it to those behind it.
+            begun: the values that it begins with.
+            work: writes one round: takes the index and the values so far, returns the next ones.
         """
         builder = self._builder
         before = builder.block
@@ -266,7 +270,7 @@ class Code:
         return values
 
     def _each(self, start: Any, end: Any, step: int, work: Callable[[Any], None]) -> None:
-        """Write a loop that may run not at all, and carries no values."""
+        """Write a for loop over [start, end), which may be empty; `work` writes one round."""
         first = self._index(start) if isinstance(start, int) else start
 
         def once(at: Any, _: Sequence[Any]) -> list[Any]:
@@ -276,16 +280,16 @@ class Code:
         with self._builder.if_then(self._builder.icmp_signed("<", first, end)):
             self._loop(start, end, step, [], once)
 
-    def _given(self, call: Any, kinds: Sequence[Any]) -> list[Any]:
-        """Return a call's own numbers, those of pointers' kinds as pointers; see `ParallelKernelCall`."""
+    def _arguments(self, call: Any, kinds: Sequence[Any]) -> list[Any]:
+        """Load a call's own arguments, as indices or as pointers; see `ParallelKernelCall`."""
         values = []
         for place, kind in enumerate(kinds):
             value = self._builder.load(self._at(call, _NUM_SHARED + place))
             values.append(value if kind == self._index else self._builder.inttoptr(value, kind))
         return values
 
-    def _share(self, call: Any, work: Callable[[Any], None]) -> None:
-        """Write a loop over parts that no other thread has taken; see `ParallelKernelCall`."""
+    def _share_parts(self, call: Any, work: Callable[[Any], None]) -> None:
+        """Write a loop that takes parts until none is left; see `ParallelKernelCall`."""
         builder = self._builder
         at_once = builder.load(self._at(call, 1))
         num_parts = builder.load(self._at(call, 2))
@@ -297,11 +301,12 @@ class Code:
         lo = builder.atomic_rmw("add", call, at_once, "monotonic")
         builder.cbranch(builder.icmp_signed("<", lo, num_parts), some, behind)
         builder.position_at_end(some)
-        self._each(lo, self._least(builder.add(lo, at_once), num_parts), 1, work)
+        self._each(lo, self._min(builder.add(lo, at_once), num_parts), 1, work)
         builder.branch(take)
         builder.position_at_end(behind)
 
     def _at(self, place: Any, number: Any) -> Any:
+        """Return the address `number` elements behind a place."""
         number = self._index(number) if isinstance(number, int) else number
         return self._builder.gep(place, [number])
 
@@ -311,13 +316,13 @@ class Code:
     def _times(self, left: Any, other: Any) -> Any:
         return self._builder.mul(left, self._index(other) if isinstance(other, int) else other)
 
-    def _least(self, left: Any, other: Any) -> Any:
+    def _min(self, left: Any, other: Any) -> Any:
         return self._builder.select(self._builder.icmp_signed("<", left, other), left, other)
 
-    def _most(self, left: Any, other: Any) -> Any:
+    def _max(self, left: Any, other: Any) -> Any:
         return self._builder.select(self._builder.icmp_signed(">", left, other), left, other)
 
-    def _loaded(self, place: Any, kind: Any, alignment: int = 4) -> Any:
+    def _load(self, place: Any, kind: Any, alignment: int = 4) -> Any:
         pointer = self._builder.bitcast(place, kind.as_pointer())
         return self._builder.load(pointer, align=alignment)
 
@@ -325,33 +330,31 @@ class Code:
         pointer = self._builder.bitcast(place, value.type.as_pointer())
         self._builder.store(value, pointer, align=alignment)
 
-    def _repeated(self, number: Any, kind: Any) -> Any:
+    def _broadcast(self, number: Any, kind: Any) -> Any:
         """Return a register of this kind full of one number."""
         first = self._builder.insert_element(kind(self._ir.Undefined), number, self._int(0))
         order = self._ir.VectorType(self._int, kind.count)([0] * kind.count)
         return self._builder.shuffle_vector(first, first, order)
 
-    def _repeated_at(self, place: Any, number: Any, kind: Any) -> Any:
-        return self._repeated(self._builder.load(self._at(place, number)), kind)
+    def _broadcast_at(self, place: Any, number: Any, kind: Any) -> Any:
+        return self._broadcast(self._builder.load(self._at(place, number)), kind)
 
-    def _shuffled(self, left: Any, other: Any, order: Sequence[int]) -> Any:
-        """Return numbers of two registers: those of the second follow those of the first."""
+    def _shuffle(self, left: Any, other: Any, order: Sequence[int]) -> Any:
+        """Return the numbers of two registers, one behind the other, in this order of places."""
         places = self._ir.VectorType(self._int, len(order))(list(order))
         return self._builder.shuffle_vector(left, other, places)
 
-    def _added(self, left: Any, right: Any, before: Any) -> Any:
-        """Add the products of two registers, which are not rounded in between."""
+    def _fma(self, left: Any, right: Any, before: Any) -> Any:
+        """Return left * right + before, lane by lane, rounded once."""
         return self._builder.call(self._fused[left.type.count], [left, right, before])
 
-    def _all_added(
-        self, left: Sequence[Any], right: Sequence[Any], sums: Sequence[Any]
-    ) -> list[Any]:
-        """Add the product of each of the left with each of the right; see `_added`."""
+    def _fma_all(self, left: Sequence[Any], right: Sequence[Any], sums: Sequence[Any]) -> list[Any]:
+        """Return `_fma` of each left with each right register and its sum, left after left."""
         pairs = [(first, other) for first in left for other in right]
-        return [self._added(*pair, before) for pair, before in zip(pairs, sums, strict=True)]
+        return [self._fma(*pair, before) for pair, before in zip(pairs, sums, strict=True)]
 
-    def _both_of(self, words: Any) -> list[Any]:
-        """Return the first and the second number of every word of two, in float32."""
+    def _both_halves(self, words: Any) -> list[Any]:
+        """Return the low and the high 16 bits of eight words, each as eight float32 numbers."""
         builder = self._builder
         sixteen = self._words([16] * EIGHT)
         if self._dtype == torch.bfloat16:
@@ -362,22 +365,22 @@ class Code:
         parts = [builder.bitcast(builder.trunc(part, self._shorts), self._halves) for part in both]
         return [builder.fpext(part, self._eight) for part in parts]
 
-    def _widened(self, place: Any, count: int = EIGHT) -> Any:
-        """Return this many numbers that lie there, in float32; one alone is no register."""
+    def _load_widened(self, place: Any, count: int = EIGHT) -> Any:
+        """Load `count` numbers, 8 or 1, as float32; a single one is no register."""
         builder = self._builder
         if self._dtype == torch.float32:
-            return self._loaded(place, self._eight) if count > 1 else builder.load(place)
+            return self._load(place, self._eight) if count > 1 else builder.load(place)
         if self._dtype == torch.float16:
-            halves = self._loaded(place, self._halves, 2) if count > 1 else builder.load(place)
+            halves = self._load(place, self._halves, 2) if count > 1 else builder.load(place)
             return builder.fpext(halves, self._eight if count > 1 else self._ir.FloatType())
         words = self._words if count > 1 else self._int
         sixteen = words([16] * EIGHT) if count > 1 else words(16)
-        bits = self._loaded(place, self._shorts, 2) if count > 1 else builder.load(place)
+        bits = self._load(place, self._shorts, 2) if count > 1 else builder.load(place)
         wide = builder.shl(builder.zext(bits, words), sixteen)
         return builder.bitcast(wide, self._eight if count > 1 else self._ir.FloatType())
 
-    def _rounded(self, numbers: Any) -> Any:
-        """Return eight numbers of 16 bits: to nearest, ties to even."""
+    def _round_to_16_bits(self, numbers: Any) -> Any:
+        """Round eight float32 numbers to the type in memory: to nearest, ties to even."""
         builder = self._builder
         if self._dtype == torch.float16:
             return builder.fptrunc(numbers, self._halves)

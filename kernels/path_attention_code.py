@@ -120,10 +120,10 @@ class _PathAttention(Code):
             place = self._at(to, self._times(number, whole))
 
             def eight(at: Any) -> None:
-                self._store(self._widened(self._at(begin, at)), self._at(place, at))
+                self._store(self._load_widened(self._at(begin, at)), self._at(place, at))
 
             def single(at: Any) -> None:
-                self._builder.store(self._widened(self._at(begin, at), 1), self._at(place, at))
+                self._builder.store(self._load_widened(self._at(begin, at), 1), self._at(place, at))
 
             def nothing(at: Any) -> None:
                 self._builder.store(self._single(0.0), self._at(place, at))
@@ -151,39 +151,39 @@ class _PathAttention(Code):
             def multiply(at: Any, sums: Sequence[Any]) -> list[Any]:
                 for step in range(0, KEY_STEP, EIGHT):
                     here = self._add(at, step)
-                    numbers = [self._eight_at(key, here) for key in places]
-                    pair = [self._eight_at(row, here) for row in (query, second)]
-                    sums = self._all_added(pair, numbers, sums)
+                    numbers = [self._load_eight(key, here) for key in places]
+                    pair = [self._load_eight(row, here) for row in (query, second)]
+                    sums = self._fma_all(pair, numbers, sums)
                 return list(sums)
 
             nothing = [self._eight([0.0] * EIGHT)] * (2 * _KEYS)
             sums = self._loop(0, whole, KEY_STEP, nothing, multiply)
-            self._store(self._four_sums(sums[:_KEYS]), self._at(left, first))
-            self._store(self._four_sums(sums[_KEYS:]), self._at(other, first))
+            self._store(self._horizontal_sums(sums[:_KEYS]), self._at(left, first))
+            self._store(self._horizontal_sums(sums[_KEYS:]), self._at(other, first))
 
         self._each(0, count, _KEYS, score)
         self._builder.ret_void()
         return function
 
-    def _eight_at(self, place: Any, number: Any) -> Any:
-        return self._loaded(self._at(place, number), self._eight)
+    def _load_eight(self, place: Any, number: Any) -> Any:
+        return self._load(self._at(place, number), self._eight)
 
-    def _four_sums(self, registers: Sequence[Any]) -> Any:
-        """Return the sums of the numbers of four registers each."""
+    def _horizontal_sums(self, registers: Sequence[Any]) -> Any:
+        """Return four numbers: the sum of all lanes of each of four registers."""
         add = self._builder.fadd
-        # within each half, of which a register is added to its neighbour in turns
+        # first neighbours within each half, then pairs, then the two halves
         low, high = (
             add(
-                self._shuffled(left, other, [0, 8, 2, 10, 4, 12, 6, 14]),
-                self._shuffled(left, other, [1, 9, 3, 11, 5, 13, 7, 15]),
+                self._shuffle(left, other, [0, 8, 2, 10, 4, 12, 6, 14]),
+                self._shuffle(left, other, [1, 9, 3, 11, 5, 13, 7, 15]),
             )
             for left, other in (registers[:2], registers[2:])
         )
         four = add(
-            self._shuffled(low, high, [0, 1, 8, 9, 4, 5, 12, 13]),
-            self._shuffled(low, high, [2, 3, 10, 11, 6, 7, 14, 15]),
+            self._shuffle(low, high, [0, 1, 8, 9, 4, 5, 12, 13]),
+            self._shuffle(low, high, [2, 3, 10, 11, 6, 7, 14, 15]),
         )
-        halves = (self._shuffled(four, four, order) for order in ([0, 1, 2, 3], [4, 5, 6, 7]))
+        halves = (self._shuffle(four, four, order) for order in ([0, 1, 2, 3], [4, 5, 6, 7]))
         return add(*halves)
 
     def _write_soften(self) -> Any:
@@ -198,14 +198,16 @@ class _PathAttention(Code):
         builder = self._builder
         begin = self._at(scores, builder.neg(first))
         with builder.if_then(builder.icmp_unsigned("!=", cap, cap.type(None))):
-            self._each(first, end, EIGHT, lambda position: self._cap(begin, cap, position))
+            self._each(first, end, EIGHT, lambda position: self._soft_cap(begin, cap, position))
         self._each(first, least, 1, lambda position: self._hide(self._at(begin, position)))
         self._each(seen, end, 1, lambda position: self._hide(self._at(begin, position)))
         with builder.if_then(builder.icmp_unsigned("!=", chosen, chosen.type(None))):
-            self._each(first, end, EIGHT, lambda position: self._choose(begin, chosen, position))
+            self._each(
+                first, end, EIGHT, lambda position: self._hide_unchosen(begin, chosen, position)
+            )
 
         def rise(position: Any, peaks: Sequence[Any]) -> list[Any]:
-            return [self._higher(self._eight_at(begin, position), peaks[0])]
+            return [self._elementwise_max(self._load_eight(begin, position), peaks[0])]
 
         (peak,) = self._loop(first, end, EIGHT, [self._eight([-math.inf] * EIGHT)], rise)
         has_sink = builder.icmp_unsigned("!=", sink, sink.type(None))
@@ -213,64 +215,68 @@ class _PathAttention(Code):
         builder.store(self._single(-math.inf), sink_place)
         with builder.if_then(has_sink):
             builder.store(builder.load(sink), sink_place)
-        sink_8 = self._repeated(builder.load(sink_place), self._eight)
-        peak = self._higher(self._of_all(peak, self._higher), sink_8)
+        sink_8 = self._broadcast(builder.load(sink_place), self._eight)
+        peak = self._elementwise_max(self._reduce_lanes(peak, self._elementwise_max), sink_8)
 
         def weigh(position: Any, sums: Sequence[Any]) -> list[Any]:
             place = self._at(begin, position)
-            weight = self._power(builder.fsub(self._loaded(place, self._eight), peak))
+            weight = self._exp2(builder.fsub(self._load(place, self._eight), peak))
             self._store(weight, place)
             return [builder.fadd(sums[0], weight)]
 
         (sums,) = self._loop(first, end, EIGHT, [self._eight([0.0] * EIGHT)], weigh)
-        sum_8 = self._of_all(sums, builder.fadd)
-        sum_8 = builder.fadd(sum_8, self._power(builder.fsub(sink_8, peak)))
+        sum_8 = self._reduce_lanes(sums, builder.fadd)
+        sum_8 = builder.fadd(sum_8, self._exp2(builder.fsub(sink_8, peak)))
         builder.store(builder.extract_element(sum_8, self._int(0)), total)
         builder.ret_void()
         return function
 
     def _hide(self, place: Any) -> None:
+        """Set one score to -inf."""
         self._builder.store(self._single(-math.inf), place)
 
-    def _choose(self, begin: Any, chosen: Any, position: Any) -> None:
+    def _hide_unchosen(self, begin: Any, chosen: Any, position: Any) -> None:
         """Hide those of eight scores whose bytes are 0."""
         place = self._at(begin, position)
         kind = self._ir.VectorType(self._ir.IntType(8), EIGHT)
-        byte_8 = self._loaded(self._at(chosen, position), kind, 1)
+        byte_8 = self._load(self._at(chosen, position), kind, 1)
         is_chosen = self._builder.icmp_unsigned("!=", byte_8, kind([0] * EIGHT))
-        score = self._loaded(place, self._eight)
+        score = self._load(place, self._eight)
         hidden = self._eight([-math.inf] * EIGHT)
         self._store(self._builder.select(is_chosen, score, hidden), place)
 
-    def _higher(self, left: Any, other: Any) -> Any:
-        """Return the higher numbers of two registers, and what is none of the first."""
+    def _elementwise_max(self, left: Any, other: Any) -> Any:
+        """Return the larger numbers of two registers, and a NaN of the first."""
         return self._builder.select(self._builder.fcmp_unordered(">", left, other), left, other)
 
-    def _of_all(self, numbers: Any, join: Callable[[Any, Any], Any]) -> Any:
-        """Return a register in which every number is that of all eight."""
+    def _reduce_lanes(self, numbers: Any, join: Callable[[Any, Any], Any]) -> Any:
+        """Return `join` over all eight numbers, in every lane."""
         for distance in (4, 2, 1):
             order = [lane ^ distance for lane in range(EIGHT)]
-            numbers = join(numbers, self._shuffled(numbers, numbers, order))
+            numbers = join(numbers, self._shuffle(numbers, numbers, order))
         return numbers
 
-    def _cap(self, begin: Any, cap: Any, position: Any) -> None:
-        """Let eight scores be cap * tanh(score / cap) as exponents of 2.
+    def _soft_cap(self, begin: Any, cap: Any, position: Any) -> None:
+        """Replace eight scores by cap * tanh(score / cap), as exponents of 2.
 
-        By tanh(x) = 1 - 2 / (e^2x + 1).
+        Computed as tanh(x) = 1 - 2 / (e^2x + 1).
         """
         builder = self._builder
         place = self._at(begin, position)
-        score = self._loaded(place, self._eight)
-        inner, outer = (self._repeated_at(cap, which, self._eight) for which in (0, 1))
+        score = self._load(place, self._eight)
+        inner, outer = (self._broadcast_at(cap, which, self._eight) for which in (0, 1))
         limit = self._eight([-_LEAST_POWER] * EIGHT)
         power = builder.fmul(score, inner)
         power = builder.select(builder.fcmp_ordered(">", power, limit), limit, power)
         unit, two = (self._eight([number] * EIGHT) for number in (1.0, 2.0))
-        part = builder.fdiv(two, builder.fadd(self._power(power), unit))
+        part = builder.fdiv(two, builder.fadd(self._exp2(power), unit))
         self._store(builder.fmul(builder.fsub(unit, part), outer), place)
 
-    def _power(self, exponent: Any) -> Any:
-        """Return 2 to the power of eight numbers of at most 126, 0.0 where it is below 2^-126."""
+    def _exp2(self, exponent: Any) -> Any:
+        """Return 2^x for eight numbers of at most 126, and 0.0 where that is below 2^-126.
+
+        2^whole is put together from its bits, 2^rest is a Taylor series, with |rest| <= 0.5.
+        """
         builder = self._builder
         least = self._eight([_LEAST_POWER] * EIGHT)
         is_small = builder.fcmp_ordered("<", exponent, least)
@@ -280,7 +286,7 @@ class _PathAttention(Code):
         terms = [math.log(2) ** nth / math.factorial(nth) for nth in range(_NUM_POWERS)]
         power = self._eight([_single(terms[-1])] * EIGHT)
         for term in reversed(terms[:-1]):
-            power = self._added(power, rest, self._eight([_single(term)] * EIGHT))
+            power = self._fma(power, rest, self._eight([_single(term)] * EIGHT))
         integers = builder.call(self._to_integers, [whole])
         biased = builder.add(integers, self._words([127] * EIGHT))
         bits = builder.shl(biased, self._words([23] * EIGHT))
@@ -305,11 +311,11 @@ class _PathAttention(Code):
 
             def add(at: Any, sums: Sequence[Any]) -> list[Any]:
                 begin = self._at(values, self._add(self._times(at, whole), lo))
-                numbers = [self._eight_at(begin, register) for register in registers]
-                pair = [self._repeated_at(row, at, self._eight) for row in (weight, second)]
-                return self._all_added(pair, numbers, sums)
+                numbers = [self._load_eight(begin, register) for register in registers]
+                pair = [self._broadcast_at(row, at, self._eight) for row in (weight, second)]
+                return self._fma_all(pair, numbers, sums)
 
-            begun = [self._loaded(place, self._eight) for place in places]
+            begun = [self._load(place, self._eight) for place in places]
             sums = self._loop(0, count, 1, begun, add)
             for place, number in zip(places, sums, strict=True):
                 self._store(number, place)
@@ -336,7 +342,7 @@ class _PathAttention(Code):
             "out": self._number,
             "cap": self._number,
         }
-        values = self._given(call, [kinds.get(name, index) for name in FIELDS])
+        values = self._arguments(call, [kinds.get(name, index) for name in FIELDS])
         fields = dict(zip(FIELDS, values, strict=True))
         rounded_up = self._builder.add(fields["num_rows"], self._add(fields["tile_rows"], -1))
         num_tiles = self._builder.udiv(rounded_up, fields["tile_rows"])
@@ -344,9 +350,9 @@ class _PathAttention(Code):
         def attend(part: Any) -> None:
             nth_set = self._builder.udiv(part, num_tiles)
             nth_tile = self._builder.urem(part, num_tiles)
-            self._compute(fields, self._tile(fields, room, nth_set, nth_tile))
+            self._compute_tile(fields, self._tile(fields, room, nth_set, nth_tile))
 
-        self._share(call, attend)
+        self._share_parts(call, attend)
         self._builder.ret_void()
 
     def _tile(self, fields: Mapping[str, Any], room: Any, nth_set: Any, nth_tile: Any) -> _Tile:
@@ -354,10 +360,10 @@ class _PathAttention(Code):
         at, times = self._at, self._times
         first_row = times(nth_tile, fields["tile_rows"])
         left = self._builder.sub(fields["num_rows"], first_row)
-        num_rows = self._least(fields["tile_rows"], left)
+        num_rows = self._min(fields["tile_rows"], left)
         num_queries = times(num_rows, fields["set_heads"])
         begin = self._builder.add(times(nth_set, fields["num_rows"]), first_row)
-        scores = at(room, times(self._most(fields["whole"], fields["value_whole"]), BLOCK))
+        scores = at(room, times(self._max(fields["whole"], fields["value_whole"]), BLOCK))
         sums = at(scores, times(num_queries, fields["score_row"]))
         return _Tile(
             first_row,
@@ -374,14 +380,14 @@ class _PathAttention(Code):
             totals=at(sums, times(num_queries, fields["value_whole"])),
         )
 
-    def _compute(self, fields: Mapping[str, Any], tile: _Tile) -> None:
+    def _compute_tile(self, fields: Mapping[str, Any], tile: _Tile) -> None:
         """Compute one tile, see the module."""
         keys = self._states(fields, tile, "key", fields["width"], fields["whole"])
         values = self._states(fields, tile, "value", fields["value_width"], fields["value_whole"])
         score = partial(self._score_pair, fields, tile)
         gather = partial(self._gather_pair, fields, tile)
         self._each_block(fields, tile, keys, score)
-        self._each(0, tile.num_queries, 1, lambda query: self._weigh(fields, tile, query))
+        self._each(0, tile.num_queries, 1, lambda query: self._soften_query(fields, tile, query))
         self._clear_sums(fields, tile)
         self._each_block(fields, tile, values, gather)
         self._each(0, tile.num_queries, 1, lambda query: self._write_mean(fields, tile, query))
@@ -448,14 +454,17 @@ class _PathAttention(Code):
             count = self._index(BLOCK)
             self._widen_block(tile, states, position, self._columns(None), count)
             pairs = (self._index(0), tile.num_queries)
-            self._pairs(*pairs, lambda pair: work(pair, position, count))
+            self._each_pair(*pairs, lambda pair: work(pair, position, count))
 
         self._each(tile.first, tile.end, BLOCK, shared)
         self._each(
-            0, tile.num_rows, 1, lambda row: self._each_own_block(fields, tile, states, row, work)
+            0,
+            tile.num_rows,
+            1,
+            lambda row: self._each_block_of_row(fields, tile, states, row, work),
         )
 
-    def _each_own_block(
+    def _each_block_of_row(
         self,
         fields: Mapping[str, Any],
         tile: _Tile,
@@ -466,20 +475,20 @@ class _PathAttention(Code):
         """Do the same for blocks behind `base`, with the queries of one row of the tile."""
         builder = self._builder
         nth_row = builder.add(tile.first_row, row)
-        base = self._walked(fields, nth_row, 1)
-        seen = self._walked(fields, nth_row, 0)
+        base = self._walk_entry(fields, nth_row, 1)
+        seen = self._walk_entry(fields, nth_row, 0)
         least = builder.load(self._at(fields["least"], nth_row))
         lo = self._times(row, fields["set_heads"])
         hi = builder.add(lo, fields["set_heads"])
         walk = self._at(fields["walk"], self._times(nth_row, fields["walk_row"]))
 
         def own_block(position: Any) -> None:
-            count = self._least(self._index(BLOCK), builder.sub(seen, position))
+            count = self._min(self._index(BLOCK), builder.sub(seen, position))
             columns = self._at(walk, self._add(builder.sub(position, base), HEADER))
             self._widen_block(tile, states, self._index(0), columns, count)
-            self._pairs(lo, hi, lambda pair: work(pair, position, count))
+            self._each_pair(lo, hi, lambda pair: work(pair, position, count))
 
-        start = self._most(base, builder.and_(least, self._index(-BLOCK)))
+        start = self._max(base, builder.and_(least, self._index(-BLOCK)))
         self._each(start, seen, BLOCK, own_block)
 
     def _widen_block(
@@ -490,21 +499,21 @@ class _PathAttention(Code):
         arguments = [tile.block, begin, row_step, first, columns, count, width, whole]
         self._builder.call(self._widen, arguments)
 
-    def _pairs(self, lo: Any, hi: Any, work: Callable[[Sequence[Any]], None]) -> None:
+    def _each_pair(self, lo: Any, hi: Any, work: Callable[[Sequence[Any]], None]) -> None:
         """Do work with queries [lo, hi) in pairs; an odd last one is paired with itself."""
         last = self._add(hi, -1)
-        self._each(lo, hi, 2, lambda query: work((query, self._least(self._add(query, 1), last))))
+        self._each(lo, hi, 2, lambda query: work((query, self._min(self._add(query, 1), last))))
 
-    def _weigh(self, fields: Mapping[str, Any], tile: _Tile, query: Any) -> None:
+    def _soften_query(self, fields: Mapping[str, Any], tile: _Tile, query: Any) -> None:
         """Turn the scores of one query into weights, and note their total."""
         nth_row, nth_head = self._row_and_head(fields, tile, query)
-        seen = self._walked(fields, nth_row, 0)
+        seen = self._walk_entry(fields, nth_row, 0)
         last = self._builder.and_(self._add(seen, EIGHT - 1), self._index(-EIGHT))
         scores = self._at(tile.scores, self._times(query, fields["score_row"]))
         least = self._builder.load(self._at(fields["least"], nth_row))
         chosen = self._at(fields["chosen"], self._times(nth_row, fields["chosen_row"]))
         sink = self._at(fields["sink"], self._times(nth_head, fields["sink_step"]))
-        span = [tile.first, self._most(tile.end, last), least, seen]
+        span = [tile.first, self._max(tile.end, last), least, seen]
         total = self._at(tile.totals, query)
         self._builder.call(self._soften, [scores, total, *span, chosen, sink, fields["cap"]])
 
@@ -514,10 +523,10 @@ class _PathAttention(Code):
         nth_mean = self._builder.add(self._times(nth_row, fields["num_heads"]), nth_head)
         out = self._at(fields["out"], self._times(nth_mean, fields["value_whole"]))
         sums = self._at(tile.sums, self._times(query, fields["value_whole"]))
-        total = self._repeated_at(tile.totals, query, self._eight)
+        total = self._broadcast_at(tile.totals, query, self._eight)
 
         def divide(column: Any) -> None:
-            mean = self._builder.fdiv(self._eight_at(sums, column), total)
+            mean = self._builder.fdiv(self._load_eight(sums, column), total)
             self._store(mean, self._at(out, column))
 
         self._each(0, fields["value_whole"], EIGHT, divide)
@@ -531,7 +540,7 @@ class _PathAttention(Code):
             self._builder.add(tile.first_head, nth_head),
         )
 
-    def _walked(self, fields: Mapping[str, Any], row: Any, which: int) -> Any:
+    def _walk_entry(self, fields: Mapping[str, Any], row: Any, which: int) -> Any:
         """Return number `which` of a row's walk: 0 the positions that it sees, 1 `base`."""
         place = self._add(self._times(row, fields["walk_row"]), which)
         return self._builder.sext(self._builder.load(self._at(fields["walk"], place)), self._index)

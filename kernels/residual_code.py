@@ -1,9 +1,9 @@
-"""The instructions that expand and encode bfloat16 weights beside a copy: see `residual_layout`.
+"""The LLVM instructions that expand and encode bfloat16 weights beside a copy: see `residual_layout`.
 
-Columns of a row are taken at once: low bytes and levels in registers, and as bits of a number which
-columns have a symbol; planes of symbols (all first bits, all second ones) are scattered to them.
-Invariant: whatever words, symbols and places say, nothing outside of what a call names is read or
-written.
+`COLUMNS` columns of a row are taken at once: low bytes and levels lie in registers, and a *mask* has
+a bit for each column with a symbol. A *plane* has one bit of every symbol, at its column's place
+(`pdep` puts bits there, `pext` collects them). Invariant: whatever words, symbols and places hold,
+only memory that a call names is read or written.
 """
 
 import ctypes
@@ -29,27 +29,27 @@ ENCODE_FIELDS = (
     "word", "scale", "weight", "low", "near", "far", "escape", "count",
     "num_rows", "num_columns", "num_padded",
 )  # fmt: skip
-# that may be written, zeros, behind symbols that are encoded
+# zeros that may be written behind encoded symbols
 SPARE_BYTES = 16
-# of these columns, whose symbols of 4 bits are 64 at most
+# masks of columns whose far symbols fill 64 bits at most
 _HALVES = (0xFFFF, 0xFFFF0000)
 _QUARTERS = (0xFF, 0xFF00, 0xFF0000, 0xFF000000)
-# of 4 bits that are read at once, wherever they begin
+# symbols of 4 bits that `_bits_from` returns, wherever they begin
 _MOST_SYMBOLS = 14
 _LOCK = Lock()
-# processors that take hundreds of cycles for the instructions of scattered bits
+# processors that take hundreds of cycles for pdep and pext
 _SLOW = ("bdver4", "znver1", "znver2")
 
 
 def code_for(name: str, dtype: torch.dtype, half: int, group: int) -> Callable[..., None]:
-    """Return the function `name` of a call, the first row of tiles and the end.
+    """Return the compiled function `name`, of a call's address and rows of tiles [lo, hi).
 
     Args:
-        dtype: of numbers that are expanded.
-        half: bytes of a column of a block of codes.
-        group: columns that share scales.
+        dtype: of the expanded numbers.
+        half: bytes of one column in a block of codes, of two rows each.
+        group: columns that share a scale and an offset.
     """
-    # threads that wait for it at once shall not compile two, of which the cache keeps the last
+    # the cache alone would let two threads compile it twice
     with _LOCK:
         return _compiled(name, dtype, half, group, can_scatter()).functions[name]
 
@@ -68,7 +68,7 @@ def _compiled(
 
 @cache
 def can_scatter() -> bool:
-    """Return True if this processor has quick instructions for scattered bits."""
+    """Return True if pdep and pext are fast on this processor."""
     from llvmlite import binding
 
     has_instructions = binding.get_host_cpu_features().get("bmi2")
@@ -76,24 +76,24 @@ def can_scatter() -> bool:
 
 
 class _ResidualCode(TileCode):
-    """The instructions: what is done with some columns, and then the whole."""
+    """Writes the functions `expand` and `encode`."""
 
     def __init__(self, dtype: torch.dtype, half: int, group: int, has_scatter: bool) -> None:
         super().__init__(dtype, half, group)
         self._wide = self._ir.IntType(128)
         flag = self._ir.IntType(1)
-        self._low_zeros = self._library("llvm.cttz.i32", self._int, [self._int, flag])
+        self._low_zeros = self._intrinsic("llvm.cttz.i32", self._int, [self._int, flag])
         self._has_scatter = has_scatter
         if has_scatter:
-            self._deposit, self._extract = (self._of_bits(name) for name in ("pdep", "pext"))
+            self._pdep, self._pext = (self._of_bits(name) for name in ("pdep", "pext"))
 
     def _of_bits(self, name: str) -> Any:
-        """Return an instruction for scattered bits of 64."""
-        return self._library(f"llvm.x86.bmi.{name}.64", self._index, [self._index] * 2)
+        """Return pdep or pext of 64 bits."""
+        return self._intrinsic(f"llvm.x86.bmi.{name}.64", self._index, [self._index] * 2)
 
     def write_expand(self) -> None:
-        """expand(call, lo, hi): fill rows of tiles [lo, hi) of `out`."""
-        given, codes, lo, hi = self._begun(EXPAND, EXPAND_FIELDS)
+        """Write expand(call, lo, hi), which fills rows of tiles [lo, hi) of `out`."""
+        given, codes, lo, hi = self._begin_tiled(EXPAND, EXPAND_FIELDS)
         add, times, load = self._add, self._times, self._builder.load
         num_tiles = self._num_tiles(given)
         starts = [self._at(given["start"], times(add(num_tiles, 1), nth)) for nth in range(3)]
@@ -115,18 +115,18 @@ class _ResidualCode(TileCode):
         self._builder.ret_void()
 
     def _expand_part(self, given: Given, part: ColumnPart, ends: Sequence[Any]) -> list[Any]:
-        """Expand some columns; `ends` tell how far symbols were read, in bits."""
+        """Expand one part; `ends` are the places, in bits, up to which near and far symbols were read."""
         builder = self._builder
-        stored = self._loaded(self._at(given["stored"], part.at), self._byte_c, 1)
+        stored = self._load(self._at(given["stored"], part.at), self._byte_c, 1)
         bits, is_zero = self._first_numbers(builder.zext(stored, self._short_c), part)
         near = builder.and_(builder.bitcast(is_zero, self._int), part.group.near_mask)
         are_few = builder.icmp_unsigned(
             "<=", builder.call(self._set_bits, [near]), self._int(_MOST_SYMBOLS)
         )
-        (odd, other, *planes), ends = self._either(
+        (odd, other, *planes), ends = self._if_else_values(
             are_few,
-            lambda: self._symbols(given, near, ends, (0xFFFFFFFF,)),
-            lambda: self._symbols(given, near, ends, _QUARTERS),
+            lambda: self._read_both_symbols(given, near, ends, (0xFFFFFFFF,)),
+            lambda: self._read_both_symbols(given, near, ends, _QUARTERS),
         )
         far = builder.and_(other, builder.not_(odd))
         for mask, steps in ((far, 1), (planes[0], 1), (planes[1], 2), (planes[2], 4)):
@@ -140,38 +140,39 @@ class _ResidualCode(TileCode):
         is_negative = builder.or_(builder.and_(odd, builder.not_(other)), planes[3])
         negative = builder.or_(bits, self._all_shorts(0x8000))
         bits = builder.select(self._lanes_of(is_negative), negative, bits)
-        self._store(self._numbers(bits, COLUMNS), self._at(given["out"], part.at), 1)
+        self._store(self._from_bfloat16(bits, COLUMNS), self._at(given["out"], part.at), 1)
         return ends
 
-    def _symbols(
+    def _read_both_symbols(
         self, given: Given, near: Any, ends: Sequence[Any], masks: Sequence[int]
     ) -> tuple[list[Any], list[Any]]:
-        """Return two planes of symbols of 2 bits, four of those of 4 bits, and the ends of both.
+        """Return two planes of near symbols, four of far symbols, and the ends of both in bits.
 
         Args:
-            masks: columns that are taken at once.
+            near: mask of the columns with near symbols.
+            masks: columns whose symbols are read at once, one mask after the other.
         """
         builder = self._builder
         planes = [self._int(0)] * 6
         near_end, far_end = ends
         for mask in masks:
             some = builder.and_(near, self._int(mask))
-            odd, other = self._scattered(self._window(given, near_end), some, 2)
-            near_end = self._add(near_end, self._room_of(some, 2))
+            odd, other = self._read_symbols(self._bits_from(given, near_end), some, 2)
+            near_end = self._add(near_end, self._symbol_bits(some, 2))
             some = builder.and_(other, builder.not_(odd))
-            further = self._scattered(self._window(given, far_end), some, 4)
-            far_end = self._add(far_end, self._room_of(some, 4))
+            further = self._read_symbols(self._bits_from(given, far_end), some, 4)
+            far_end = self._add(far_end, self._symbol_bits(some, 4))
             pairs = zip(planes, [odd, other, *further], strict=True)
             planes = [builder.or_(*pair) for pair in pairs]
         return planes, [near_end, far_end]
 
-    def _either(
+    def _if_else_values(
         self,
         condition: Any,
         work: Callable[[], tuple[list[Any], list[Any]]],
         otherwise: Callable[[], tuple[list[Any], list[Any]]],
     ) -> tuple[list[Any], list[Any]]:
-        """Write two ways to two lists of values, and return them behind both."""
+        """Write an if-else whose branches have two lists of values each; return those that were taken."""
         builder = self._builder
         results = []
         with builder.if_else(condition, likely=True) as ways:
@@ -192,7 +193,7 @@ class _ResidualCode(TileCode):
     def _put_escape(
         self, given: Given, tile: TilePlace, escapes: Any, num_escapes: Any, nth: Any
     ) -> None:
-        """Write one number of a tile whose high byte is listed, unless its place is none."""
+        """Write escape `nth` into its tile; a place outside of the tile is passed over."""
         builder = self._builder
         begin = self._at(escapes, nth)
         places = [self._at(begin, self._times(num_escapes, which)) for which in range(3)]
@@ -204,14 +205,16 @@ class _ResidualCode(TileCode):
             at = self._add(line, self._add(tile.first_column, column))
             low = builder.load(self._at(given["stored"], at))
             bits = builder.or_(self._times(high, STEP), builder.zext(low, self._index))
-            number = self._numbers(builder.trunc(bits, self._short), 1)
+            number = self._from_bfloat16(builder.trunc(bits, self._short), 1)
             self._builder.store(number, self._at(given["out"], at))
 
     def write_encode(self) -> None:
-        """encode(call, lo, hi): write low bytes, symbols, escapes and counts of rows of tiles
-        [lo, hi), from the beginnings of lists on; those of symbols hold zeros.
+        """Write encode(call, lo, hi), which encodes rows of tiles [lo, hi).
+
+        It writes low bytes, symbols, escapes, and the counts of each tile. Lists are filled from
+        their beginning; those of symbols hold zeros before.
         """
-        given, codes, lo, hi = self._begun(ENCODE, ENCODE_FIELDS)
+        given, codes, lo, hi = self._begin_tiled(ENCODE, ENCODE_FIELDS)
         num_tiles = self._num_tiles(given)
         eight = self._index(8)
 
@@ -220,7 +223,7 @@ class _ResidualCode(TileCode):
                 given, tile, begun, lambda *part: self._encode_part(given, *part)
             )
             # symbols of a tile begin with a byte
-            ends = [self._times(self._upwards(end, 8), 8) for end in ends]
+            ends = [self._times(self._ceil_div(end, 8), 8) for end in ends]
             counts = [
                 self._builder.udiv(self._builder.sub(end, first), eight)
                 for first, end in zip(begun[:2], ends, strict=True)
@@ -234,9 +237,9 @@ class _ResidualCode(TileCode):
         self._builder.ret_void()
 
     def _encode_part(self, given: Given, part: ColumnPart, ends: Sequence[Any]) -> list[Any]:
-        """Encode some columns; `ends` are those of both symbols, in bits, and that of escapes."""
+        """Encode one part; `ends` are those of near and far symbols, in bits, and of escapes."""
         builder = self._builder
-        weight = self._loaded(self._at(given["weight"], part.at), self._short_c, 2)
+        weight = self._load(self._at(given["weight"], part.at), self._short_c, 2)
         self._store(builder.trunc(weight, self._byte_c), self._at(given["low"], part.at), 1)
         low = builder.and_(weight, self._all_shorts(0xFF))
         bits, is_zero = self._first_numbers(low, part)
@@ -247,13 +250,13 @@ class _ResidualCode(TileCode):
         sign = self._mask_of(">=", weight, 0x8000)
         is_largest = self._mask_of("==", steps, 0)
         has_no_magnitude = self._mask_of("<", size, STEP)
-        # what is larger has a difference below 0, so very many steps
+        # larger weights have a difference below 0, which is a large unsigned number
         is_further = builder.or_(self._mask_of("<", rest, NO_MAGNITUDE), has_no_magnitude)
         is_further = builder.and_(is_further, builder.not_(is_largest))
         has_none = builder.and_(is_further, self._mask_of("<", weight, STEP))
         far = builder.and_(is_further, builder.not_(has_none))
         odd = builder.or_(builder.and_(sign, builder.not_(far)), has_none)
-        near_end = self._gathered(given["near"], ends[0], near, [odd, is_further])
+        near_end = self._write_symbols(given["near"], ends[0], near, [odd, is_further])
         no_magnitude = self._all_shorts(NO_MAGNITUDE)
         other = builder.select(self._lanes_of(has_no_magnitude), no_magnitude, rest)
         planes = [
@@ -263,15 +266,15 @@ class _ResidualCode(TileCode):
         far_end = ends[1]
         for mask in _HALVES:
             some = builder.and_(far, self._int(mask))
-            far_end = self._gathered(given["far"], far_end, some, [*planes, sign])
+            far_end = self._write_symbols(given["far"], far_end, some, [*planes, sign])
         differs = builder.bitcast(builder.icmp_unsigned("!=", bits, weight), self._int)
         is_said = builder.or_(is_largest, is_further)
         unsaid = builder.and_(near, builder.not_(is_said))
         lost = builder.or_(unsaid, builder.and_(differs, builder.not_(near)))
-        return [near_end, far_end, self._listed(given, part, lost, ends[2])]
+        return [near_end, far_end, self._list_escapes(given, part, lost, ends[2])]
 
-    def _listed(self, given: Given, part: ColumnPart, lost: Any, end: Any) -> Any:
-        """List columns with their high bytes, and return where the list ends then."""
+    def _list_escapes(self, given: Given, part: ColumnPart, lost: Any, end: Any) -> Any:
+        """Append the columns of a mask with their high bytes to the escapes; return the new end."""
         builder = self._builder
         room = self._times(given["num_rows"], given["num_columns"])
         count = builder.zext(builder.call(self._set_bits, [lost]), self._index)
@@ -294,8 +297,8 @@ class _ResidualCode(TileCode):
         self._each(end, after, 1, put)
         return after
 
-    def _numbers(self, bits: Any, count: int) -> Any:
-        """Return bfloat16 in the type of what is expanded; one alone is no register."""
+    def _from_bfloat16(self, bits: Any, count: int) -> Any:
+        """Convert `count` bfloat16 numbers to the expanded type; a single one is no register."""
         builder = self._builder
         if self._dtype == torch.bfloat16:
             return bits
@@ -307,24 +310,24 @@ class _ResidualCode(TileCode):
         half = self._ir.HalfType()
         return builder.fptrunc(wide, self._ir.VectorType(half, count) if count > 1 else half)
 
-    def _window(self, given: Given, place: Any) -> Any:
-        """Return 57 bits at least from a place in bits on; any where the bytes end."""
+    def _bits_from(self, given: Given, place: Any) -> Any:
+        """Return at least 57 bits from a bit's place on; past the end of the bytes arbitrary ones."""
         builder = self._builder
         last = self._add(given["num_bytes"], -8)
         byte = builder.lshr(place, self._index(3))
         begin = builder.select(builder.icmp_unsigned("<", byte, last), byte, last)
         passed = builder.sub(place, builder.shl(begin, self._index(3)))
-        word = self._loaded(self._at(given["stored"], begin), self._index, 1)
+        word = self._load(self._at(given["stored"], begin), self._index, 1)
         return builder.lshr(word, builder.and_(passed, self._index(63)))
 
-    def _scattered(self, window: Any, mask: Any, num_bits: int) -> list[Any]:
-        """Return as many planes as symbols have bits: those of the columns of a mask."""
+    def _read_symbols(self, window: Any, mask: Any, num_bits: int) -> list[Any]:
+        """Read a symbol for each column of a mask, and return its bits as planes."""
         builder = self._builder
         if self._has_scatter:
             wide = builder.zext(mask, self._index)
             planes = [self._plane(nth, num_bits) for nth in range(num_bits)]
-            planes = [builder.call(self._extract, [window, plane]) for plane in planes]
-            planes = [builder.call(self._deposit, [plane, wide]) for plane in planes]
+            planes = [builder.call(self._pext, [window, plane]) for plane in planes]
+            planes = [builder.call(self._pdep, [plane, wide]) for plane in planes]
             return [builder.trunc(plane, self._int) for plane in planes]
 
         def take(_: Any, before: Sequence[Any]) -> list[Any]:
@@ -339,33 +342,33 @@ class _ResidualCode(TileCode):
             return [builder.lshr(window, self._index(num_bits)), left, *planes]
 
         begun = [window, mask, *[self._int(0)] * num_bits]
-        return self._loop(0, self._room_of(mask, 1), 1, begun, take)[2:]
+        return self._loop(0, self._symbol_bits(mask, 1), 1, begun, take)[2:]
 
     def _plane(self, nth: int, num_bits: int) -> Any:
         return self._index(sum(1 << at for at in range(nth, 64, num_bits)))
 
-    def _gathered(self, to: Any, place: Any, mask: Any, planes: Sequence[Any]) -> Any:
-        """Write symbols of the columns of a mask from a place in bits on; return the end."""
+    def _write_symbols(self, to: Any, place: Any, mask: Any, planes: Sequence[Any]) -> Any:
+        """Write the symbols of a mask's columns from a bit's place on; return the end."""
         builder = self._builder
         num_bits = len(planes)
-        word = self._packed(mask, planes)
+        word = self._pack_symbols(mask, planes)
         begin = self._at(to, builder.lshr(place, self._index(3)))
         shift = builder.zext(builder.and_(place, self._index(7)), self._wide)
         before = builder.zext(builder.load(begin), self._wide)
         words = builder.or_(builder.shl(builder.zext(word, self._wide), shift), before)
         self._store(words, begin, 1)
-        return self._add(place, self._room_of(mask, num_bits))
+        return self._add(place, self._symbol_bits(mask, num_bits))
 
-    def _packed(self, mask: Any, planes: Sequence[Any]) -> Any:
-        """Return the symbols of the columns of a mask, one behind the other."""
+    def _pack_symbols(self, mask: Any, planes: Sequence[Any]) -> Any:
+        """Return the symbols of a mask's columns as one word, one after the other."""
         builder = self._builder
         num_bits = len(planes)
         if self._has_scatter:
             wide = builder.zext(mask, self._index)
             word = self._index(0)
             for nth, plane in enumerate(planes):
-                some = builder.call(self._extract, [builder.zext(plane, self._index), wide])
-                some = builder.call(self._deposit, [some, self._plane(nth, num_bits)])
+                some = builder.call(self._pext, [builder.zext(plane, self._index), wide])
+                some = builder.call(self._pdep, [some, self._plane(nth, num_bits)])
                 word = builder.or_(word, some)
             return word
 
@@ -380,4 +383,4 @@ class _ResidualCode(TileCode):
                 word = builder.or_(word, bit)
             return [word, builder.xor(left, lowest)]
 
-        return self._loop(0, self._room_of(mask, 1), 1, [self._index(0), mask], take)[0]
+        return self._loop(0, self._symbol_bits(mask, 1), 1, [self._index(0), mask], take)[0]

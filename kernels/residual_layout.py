@@ -1,15 +1,20 @@
-"""The layout of bfloat16 weights beside a copy of 4 bits: what the copy does not say of each weight.
+"""The layout of bfloat16 weights beside their copy of 4 bits: the bits that the copy leaves open.
 
-The low byte of a weight holds the last bit of its exponent, so numbers of one sign with the same
-low byte lie four times apart. A level of the copy (`int4_blocks`) that is not at zero stands for
-numbers of one sign, of which the largest is at most about three times the smallest: of these, a low
-byte is that of one. So most weights are their low byte: the first number with it from the level's
-lower bound on. A weight at level zero, one in eight, has 2 bits more: plus or minus the largest
-number with its low byte that the level holds, 2 for a smaller one, 3 for one whose high byte is 0.
-The smaller ones, a quarter, have 4 bits more: the sign, and how often 256 is taken off their bits
-(1 to 7 times), or 7 where the other bits of the high byte are 0. All that this does not give back,
-such as NaN and what its group has no level near, is listed by place with its high byte. Where all
-of a group is about zero, level zero needs no symbols: all high bytes there are 0.
+A weight has a high byte (the sign and seven bits of the exponent) and a low byte (the exponent's
+last bit and the mantissa). Low bytes are stored as they are; a high byte follows from the copy:
+
+- Two numbers of one sign with the same low byte differ by a factor of 4 at least. A level of the
+  copy (`int4_blocks`) other than zero stands for numbers of one sign, the largest at most about
+  three times the smallest. So it holds one number with a given low byte: the first one from its
+  lower bound on. Such a weight takes no further bits.
+- A weight at level zero, one in eight, has a *near* symbol of 2 bits: plus or minus the largest
+  number with its low byte that the level holds, 2 for a smaller one, 3 for a high byte of 0.
+- A smaller one, a quarter of these, has a *far* symbol of 4 bits: the sign, and in three bits how
+  many times 256 is subtracted from the largest one's bits (1 to 7 times, stored as 0 to 6), or 7
+  where the seven bits of the exponent are 0.
+- All others, such as NaN and weights far from every level of their group, are *escapes*: listed by
+  place with their high byte. In a group whose numbers are all about zero every high byte is 0, and
+  level zero has no symbols.
 
 Weights lie in tiles of 64 rows and 256 columns, fewer at the edges; tile follows tile in a row of
 tiles. The low bytes have the order of the matrix. Symbols of 2 and of 4 bits, from the lowest bit

@@ -1,8 +1,7 @@
-"""The instructions that walk over tiles of weights beside a copy: see `residual_layout`.
+"""The LLVM instructions that walk over tiles of weights beside a copy: see `residual_layout`.
 
-A tile's codes lie column by column and become rows in a near cache. Then some columns of a row are
-taken at once, whose levels say the first numbers with given low bytes. Which columns are meant is
-told as bits of a number.
+The 4-bit codes of a tile lie column by column and are transposed into rows in the near cache. Then
+`COLUMNS` columns of a row are taken at once. A *mask* is an integer with one bit for each of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,12 +50,12 @@ class ColumnPart(NamedTuple):
 
 
 class TileCode(Code):
-    """Loops over tiles, rows and columns, and what levels say.
+    """Writes loops over tiles, rows and columns, and the numbers that levels stand for.
 
     Args:
-        dtype: of numbers that are expanded.
-        half: bytes of a column of a block of codes.
-        group: columns that share scales.
+        dtype: of the expanded numbers.
+        half: bytes of one column in a block of codes, of two rows each.
+        group: columns that share a scale and an offset.
     """
 
     def __init__(self, dtype: torch.dtype, half: int, group: int) -> None:
@@ -71,15 +70,15 @@ class TileCode(Code):
         self._byte_c, self._short_c, self._word_c, self._float_c, self._bit_c = (
             ir.VectorType(kind, COLUMNS) for kind in kinds
         )
-        self._nearest = self._library("llvm.roundeven.f32", self._single, [self._single])
-        self._set_bits = self._library("llvm.ctpop.i32", self._int, [self._int])
+        self._nearest = self._intrinsic("llvm.roundeven.f32", self._single, [self._single])
+        self._set_bits = self._intrinsic("llvm.ctpop.i32", self._int, [self._int])
 
-    def _library(self, name: str, result: Any, kinds: Sequence[Any]) -> Any:
+    def _intrinsic(self, name: str, result: Any, kinds: Sequence[Any]) -> Any:
         """Return a function of LLVM."""
         return self._ir.Function(self._module, self._ir.FunctionType(result, kinds), name)
 
-    def _begun(self, name: str, fields: Sequence[str]) -> tuple[Given, Any, Any, Any]:
-        """Begin a function; return what its call names, room for a tile's codes, and its rows."""
+    def _begin_tiled(self, name: str, fields: Sequence[str]) -> tuple[Given, Any, Any, Any]:
+        """Begin a function; return its arguments by name, a buffer for codes, and its rows [lo, hi)."""
         numbers = self._index.as_pointer()
         function = self._begin(name, [numbers, self._index, self._index])
         call, lo, hi = function.args
@@ -87,19 +86,19 @@ class TileCode(Code):
         kinds |= dict.fromkeys(("scale", "weight"), self._short.as_pointer())
         kinds |= dict.fromkeys(("start", "count"), numbers)
         kinds["out"] = self._narrow
-        values = self._given(call, [kinds.get(field, self._index) for field in fields])
+        values = self._arguments(call, [kinds.get(field, self._index) for field in fields])
         codes = self._builder.alloca(self._byte, TILE_ROWS * TILE_COLUMNS)
         codes.align = 64
         self._left = self._builder.alloca(self._int)
         return dict(zip(fields, values, strict=True)), codes, lo, hi
 
-    def _upwards(self, number: Any, size: int) -> Any:
-        """Return the count of parts of a size that hold a number."""
+    def _ceil_div(self, number: Any, size: int) -> Any:
+        """Return ceil(number / size)."""
         return self._builder.udiv(self._add(number, size - 1), self._index(size))
 
     def _num_tiles(self, given: Given) -> Any:
-        num_down = self._upwards(given["num_rows"], TILE_ROWS)
-        return self._times(num_down, self._upwards(given["num_columns"], TILE_COLUMNS))
+        num_down = self._ceil_div(given["num_rows"], TILE_ROWS)
+        return self._times(num_down, self._ceil_div(given["num_columns"], TILE_COLUMNS))
 
     def _each_tile(
         self,
@@ -109,8 +108,8 @@ class TileCode(Code):
         begun: Sequence[Any],
         work: Callable[[TilePlace, Sequence[Any]], list[Any]],
     ) -> None:
-        """Write loops over tiles that carry values; the codes of each lie in rows."""
-        num_across = self._upwards(given["num_columns"], TILE_COLUMNS)
+        """Write loops over tiles that carry values; `work` finds the codes of each tile in rows."""
+        num_across = self._ceil_div(given["num_columns"], TILE_COLUMNS)
 
         def row_of_tiles(down: Any, before: Sequence[Any]) -> list[Any]:
             first_row = self._times(down, TILE_ROWS)
@@ -121,9 +120,9 @@ class TileCode(Code):
                 tile = TilePlace(
                     self._add(self._times(down, num_across), across),
                     first_row,
-                    self._least(left, self._index(TILE_ROWS)),
+                    self._min(left, self._index(TILE_ROWS)),
                     first_column,
-                    self._least(
+                    self._min(
                         self._builder.sub(given["num_columns"], first_column),
                         self._index(TILE_COLUMNS),
                     ),
@@ -137,12 +136,12 @@ class TileCode(Code):
         self._loop(*rows, 1, begun, row_of_tiles)
 
     def _transpose(self, given: Given, tile: TilePlace) -> None:
-        """Write the codes of a tile row by row."""
+        """Transpose the codes of a tile into rows of one byte a code."""
         builder = self._builder
         kind = self._ir.VectorType(self._byte, self._half)
         for block in range(TILE_ROWS // (2 * self._half)):
             line = self._add(tile.first_row, block * 2 * self._half)
-            # of a column of all rows before: half a byte each
+            # codes of half a byte, for all columns of the rows before
             begin = builder.udiv(self._times(line, given["num_columns"]), self._index(2))
 
             def square(
@@ -151,8 +150,7 @@ class TileCode(Code):
                 column = self._add(tile.first_column, within)
                 place = self._at(given["word"], self._add(begin, self._times(column, self._half)))
                 registers = [
-                    self._loaded(self._at(place, nth * self._half), kind, 1)
-                    for nth in range(_SQUARE)
+                    self._load(self._at(place, nth * self._half), kind, 1) for nth in range(_SQUARE)
                 ]
                 for _ in range(4):
                     registers = self._interleaved(registers)
@@ -162,16 +160,16 @@ class TileCode(Code):
                     for codes, row in ((low, first + nth), (high, first + nth + self._half)):
                         for lane in range(0, self._half, _SQUARE):
                             order = range(lane, lane + _SQUARE)
-                            some = self._shuffled(codes, codes, order)
+                            some = self._shuffle(codes, codes, order)
                             at = self._add(within, (row + lane) * TILE_COLUMNS)
                             self._store(some, self._at(tile.codes, at), 16)
 
             self._each(0, tile.width, _SQUARE, square)
 
     def _interleaved(self, registers: Sequence[Any]) -> list[Any]:
-        """Return each register of the first half and one of the second, byte by byte, within 16.
+        """Interleave the bytes of registers i and i + 8, within each run of 16 bytes.
 
-        Four times that, columns are rows.
+        Four rounds of this transpose squares of 16 by 16 bytes.
         """
         half = _SQUARE // 2
         results = []
@@ -183,7 +181,7 @@ class TileCode(Code):
                     for nth in range(half)
                     for other_register in (0, self._half)
                 ]
-                results.append(self._shuffled(left, other, order))
+                results.append(self._shuffle(left, other, order))
         return results
 
     def _each_part(
@@ -193,7 +191,7 @@ class TileCode(Code):
         begun: Sequence[Any],
         work: Callable[[ColumnPart, Sequence[Any]], list[Any]],
     ) -> list[Any]:
-        """Write loops over the rows of a tile, groups and columns, which carry values."""
+        """Write loops over a tile's rows, groups and parts of `COLUMNS` columns that carry values."""
 
         def row(nth: Any, before: Sequence[Any]) -> list[Any]:
             whole_row = self._add(tile.first_row, nth)
@@ -206,7 +204,7 @@ class TileCode(Code):
                 scales = self._group_of(given, whole_row, column)
                 for offset in range(0, self._group, COLUMNS):
                     at = self._add(within, offset)
-                    code = self._loaded(self._at(codes, at), self._byte_c, COLUMNS)
+                    code = self._load(self._at(codes, at), self._byte_c, COLUMNS)
                     ends = work(ColumnPart(self._add(begin, at), nth, at, code, scales), ends)
                 return list(ends)
 
@@ -228,9 +226,9 @@ class TileCode(Code):
         first = builder.sub(top, self._short(STEP - 1))
         is_empty = builder.fcmp_ordered("<=", step, self._single(EMPTY_STEP))
         return GroupLevels(
-            self._repeated(step, self._float_c),
-            self._repeated(zero, self._float_c),
-            self._repeated(builder.select(is_empty, self._short(0), first), self._short_c),
+            self._broadcast(step, self._float_c),
+            self._broadcast(zero, self._float_c),
+            self._broadcast(builder.select(is_empty, self._short(0), first), self._short_c),
             builder.select(is_empty, self._int(0), self._int(0xFFFFFFFF)),
         )
 
@@ -239,19 +237,20 @@ class TileCode(Code):
         return self._builder.bitcast(word, self._single)
 
     def _first_numbers(self, low: Any, part: ColumnPart) -> tuple[Any, Any]:
-        """Return the first numbers with these low bytes that levels hold, and which are at zero.
+        """Return the bits of the numbers with these low bytes that levels hold, and a mask of level zero.
 
-        Of level zero it is the largest one: the first above that which lies 256 below it.
+        From the lower bound of a level on, the first number with a low byte is the bound plus
+        (low byte - bound) mod 256. At level zero it is the largest such number of the level.
         """
         builder = self._builder
         group = part.group
         wide = builder.zext(part.codes, self._word_c)
         level = builder.fsub(builder.sitofp(wide, self._float_c), group.zero)
-        nothing, lower, upper = (self._float_c([number] * COLUMNS) for number in (0.0, -0.5, 0.5))
-        half = builder.select(builder.fcmp_ordered(">", level, nothing), upper, lower)
+        zeros, lower, upper = (self._float_c([number] * COLUMNS) for number in (0.0, -0.5, 0.5))
+        half = builder.select(builder.fcmp_ordered(">", level, zeros), upper, lower)
         bound = builder.bitcast(builder.fmul(builder.fsub(level, half), group.step), self._word_c)
         bound = builder.lshr(bound, self._word_c([16] * COLUMNS))
-        is_zero = builder.fcmp_ordered("==", level, nothing)
+        is_zero = builder.fcmp_ordered("==", level, zeros)
         bound = builder.select(is_zero, group.first, builder.trunc(bound, self._short_c))
         above = builder.and_(builder.sub(low, bound), self._all_shorts(0xFF))
         return builder.add(bound, above), is_zero
@@ -260,15 +259,15 @@ class TileCode(Code):
         return self._short_c([number] * COLUMNS)
 
     def _lanes_of(self, mask: Any) -> Any:
-        """Return which lanes the bits of a number mean."""
+        """Return a mask as one boolean for each lane."""
         return self._builder.bitcast(mask, self._bit_c)
 
     def _mask_of(self, relation: str, numbers: Any, other: int) -> Any:
-        """Return as bits which of the numbers, without sign, stand in a relation to another."""
+        """Return the mask of the unsigned numbers that stand in a relation to `other`."""
         is_so = self._builder.icmp_unsigned(relation, numbers, self._all_shorts(other))
         return self._builder.bitcast(is_so, self._int)
 
-    def _room_of(self, mask: Any, num_bits: int) -> Any:
-        """Return the bits of as many symbols as there are columns."""
+    def _symbol_bits(self, mask: Any, num_bits: int) -> Any:
+        """Return the bits that symbols of `num_bits` take for the columns of a mask."""
         count = self._builder.call(self._set_bits, [mask])
         return self._times(self._builder.zext(count, self._index), num_bits)

@@ -84,10 +84,10 @@ class RankError(RunError):
         self.is_head_silent = is_head_silent
 
 
-def ensure(holds: bool, rule: str) -> None:
-    """Raise `ValueError` for a rule that does not hold; what reads a file adds which breaks it."""
+def ensure(holds: bool, requirement: str) -> None:
+    """Raise `ValueError` with the requirement unless it holds; callers add the file and the remedy."""
     if not holds:
-        raise ValueError(rule)
+        raise ValueError(requirement)
 
 
 def reason(error: BaseException) -> str:
@@ -111,10 +111,10 @@ def installing(*packages: str) -> str:
     return f"{'pip' if is_ours else f'{sys.executable} -m pip'} install {names}"
 
 
-def require(holds: bool, rule: str, value: object, remedy: str) -> None:
-    """Refuse a value that breaks a rule. Raises `UserError`."""
+def require(holds: bool, requirement: str, value: object, remedy: str) -> None:
+    """Raise `UserError` for a value unless the requirement holds."""
     if not holds:
-        raise UserError(f"{rule}, got {value!s:.80}: {remedy}")
+        raise UserError(f"{requirement}, got {value!s:.80}: {remedy}")
 
 
 @contextmanager
@@ -157,11 +157,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f". Did you mean {named[alike[0]]}?" if alike else ""
 
 
-def plain_rule(message: str) -> str:
-    """Return the rule in the words of a reader of bodies and flags; empty for other words."""
-    rule, is_one = re.subn(r"^\w+ should ", "must ", message.partition(", unable to ")[0])
-    rule = rule.replace("greater than or equal to", "at least")
-    return rule.replace("less than or equal to", "at most") if is_one else ""
+def plain_requirement(message: str) -> str:
+    """Return a library's "... should be ..." as "must be ..."; empty for other messages."""
+    text, num_replaced = re.subn(r"^\w+ should ", "must ", message.partition(", unable to ")[0])
+    text = text.replace("greater than or equal to", "at least")
+    return text.replace("less than or equal to", "at most") if num_replaced else ""
 
 
 def one_line(message: str) -> str:

@@ -30,7 +30,7 @@ _FREE = 1.15  # rows whose run takes at most this many times that of one row cos
 _FORM = (
     "plain, sync or async, then for example ,rows=8,runs=3,cut=0.3/0.4/0.01,no-cancel,no-continuous"
 )
-_RULE = "`ranks` must be shards or such as stages:0-2,draft:3"
+_REQUIREMENT = "`ranks` must be shards or such as stages:0-2,draft:3"
 _RANGE = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
 _CARDS = re.compile(r"cuda:(\d{1,4}(?:,\d{1,4})+)|cpu(?:,cpu)+", re.ASCII)
 
@@ -49,7 +49,7 @@ class Roles(NamedTuple):
 
 def parse_roles(text: str, num_ranks: int) -> Roles:
     """Return the roles of `num_ranks` ranks. Raises `UserError` where they do not add up."""
-    require(isinstance(text, str), _RULE, repr(text), "leave it out for one process")
+    require(isinstance(text, str), _REQUIREMENT, repr(text), "leave it out for one process")
     if text == "shards":
         return Roles(num_ranks)
     named = _named_ranks(text)
@@ -59,7 +59,7 @@ def parse_roles(text: str, num_ranks: int) -> Roles:
     idle = sorted({*range(1, num_ranks)} - {*stages, *drafts})
     is_named = len(stages) > 0 and len(drafts) < 2
     requirement = "a rank in `ranks` must be one stage"
-    require(is_named, _RULE, text, "name the stages, and one draft rank")
+    require(is_named, _REQUIREMENT, text, "name the stages, and one draft rank")
     require(len({*stages}) == len(stages), requirement, text, "name each rank once")
     requirement = "rank 0 in `ranks` must be a stage, since it has the text"
     require(0 in stages, requirement, text, "name 0 among the stages")
@@ -92,13 +92,15 @@ def _named_ranks(text: str) -> dict[str, list[int]]:
         before, colon, ranks = part.rpartition(":")
         if colon:
             is_role = before in ("stages", "draft")
-            require(is_role, _RULE, text, f"{before or 'an empty name'} is no role")
-            require(before not in ranks_of, _RULE, text, "name each role once")
+            require(is_role, _REQUIREMENT, text, f"{before or 'an empty name'} is no role")
+            require(before not in ranks_of, _REQUIREMENT, text, "name each role once")
             name = before
             ranks_of[name] = []
         match = _RANGE.fullmatch(ranks)
         if match is None or not name:
-            raise UserError(f"{_RULE}, got {text!r:.80}: ranks are numbers, such as 0,1 or 0-2")
+            raise UserError(
+                f"{_REQUIREMENT}, got {text!r:.80}: ranks are numbers, such as 0,1 or 0-2"
+            )
         first = int(match[1])
         last = int(match[2] or match[1])
         remedy = "name ranks one by one for another order"

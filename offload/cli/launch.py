@@ -35,7 +35,7 @@ from offload.rank_roles import cards_of, require_no_launcher
 from offload.units import plural
 
 _MEET_S = 120
-_HOST_RULE = "--hosts must name this host once"
+_HOST_REQUIREMENT = "--hosts must name this host once"
 # there the second ends the program in order; elsewhere two are enough
 _KILLING_PRESSES = {"chat": 3}
 _PRESSES_WITHIN_S = 10.0
@@ -257,7 +257,7 @@ def _find_host(names: Sequence[str]) -> int:
     host_name = socket.gethostname()
     places = f"0 to {len(names) - 1}"
     remedy = f"name it as others reach it, or say which it is with --host-index {places}"
-    require(len(here) == 1, f"{_HOST_RULE}, which is {host_name}", ",".join(names), remedy)
+    require(len(here) == 1, f"{_HOST_REQUIREMENT}, which is {host_name}", ",".join(names), remedy)
     return here[0]
 
 

@@ -16,7 +16,7 @@ from offload.cli.app import app, every_command
 from offload.cli.failures import is_stuck, leave, machine_failure
 from offload.cli.flags import error_line
 from offload.cli.terminal import print_error
-from offload.errors import RankError, RunError, UserError, did_you_mean, plain_rule
+from offload.errors import RankError, RunError, UserError, did_you_mean, plain_requirement
 from offload.machine import allow_open_files
 from offload.rank_roles import RankInfo
 
@@ -107,20 +107,20 @@ def _named_command(command: Any, given: list[str]) -> str:
 def _said_of(error: Any, given: list[str], settings: Mapping[str, Any]) -> str:
     """Return the option parser's line, with a question where the words were nearly right.
 
-    `own` is what is set elsewhere, by parameter.
+    `settings` are values from the environment and config.toml, by parameter.
     """
     if known := getattr(error, "possibilities", None):
         return f"{error.message}{did_you_mean(error.option_name, known)}"
     missing = None if error.message else getattr(error, "param", None)
     if missing is not None and "--model" in missing.opts:
         return "--model says what is to run, got none: give a folder, a GGUF file or a hub id"
-    rule = plain_rule(str(error.message))
-    if not rule or not getattr(error, "param", None):
+    requirement = plain_requirement(str(error.message))
+    if not requirement or not getattr(error, "param", None):
         return str(error.format_message())
     names = error.param.opts
     if error.param.param_type_name == "argument":
         names = [error.param.metavar]
-    line = f"{'/'.join(names)} {rule}"
+    line = f"{'/'.join(names)} {requirement}"
     # of a flag that is given twice the last one counts
     for word, behind in reversed([*zip(given, [*given[1:], ""], strict=True)]):
         name, equals, value = word.partition("=")

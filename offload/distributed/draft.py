@@ -25,7 +25,7 @@ from torch import Tensor
 
 from offload.checkpoint.sizes import config_sizes
 from offload.distributed.orders import HEAD, Accept, DraftNodeUpdate, Grow, Guessed, Reset
-from offload.distributed.rows import RowNode, UncommittedRows
+from offload.distributed.runs import RowNode, UncommittedRows
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel, Transport
 from offload.drafting.base import PerKindLRU

@@ -264,9 +264,11 @@ def meet(place: RankInfo, limit_s: float) -> dist.Store:
             multi_tenant=True,
         )
     except (RuntimeError, ValueError, OSError) as error:
-        rule = f"rank {place.rank} must reach {place.address}:{place.port} within {limit_s:g} s"
+        requirement = (
+            f"rank {place.rank} must reach {place.address}:{place.port} within {limit_s:g} s"
+        )
         raise UserError(
-            f"{rule}, got {reason(error)}: is it started there, is the port open?"
+            f"{requirement}, got {reason(error)}: is it started there, is the port open?"
         ) from None
     return dist.PrefixStore("offload", store)
 
@@ -330,9 +332,9 @@ def compare(handshakes: Sequence[RankHandshake]) -> None:
         for subject, remedy in _REMEDIES.items():
             expected, got = (card.must_agree.get(subject, "none") for card in (first, handshake))
             if expected != got:
-                rule = f"ranks must have the same {subject}"
+                requirement = f"ranks must have the same {subject}"
                 raise UserError(
-                    f"{rule}, got {expected!r} on rank 0 and {got!r} on rank {rank}: {remedy}"
+                    f"{requirement}, got {expected!r} on rank 0 and {got!r} on rank {rank}: {remedy}"
                 )
     require_same_weights([handshake.proofs for handshake in handshakes], is_final=False)
 
@@ -342,23 +344,27 @@ def require_same_weights(proofs: Sequence[Mapping[str, str]], *, is_final: bool)
     for rank, rank_proofs in enumerate(proofs):
         is_same = proved(proofs[0], rank_proofs)
         if is_same is False or (is_final and not is_same):
-            rule = "ranks must have the same weights, to the last byte"
-            raise UserError(f"{rule}, got others on rank {rank} than on rank 0: {SAME_FILES}")
+            requirement = "ranks must have the same weights, to the last byte"
+            raise UserError(
+                f"{requirement}, got others on rank {rank} than on rank 0: {SAME_FILES}"
+            )
 
 
 def _open(store: dist.Store, place: RankInfo, limit_s: float, exchange_limit_s: float) -> Transport:
     """Return a transport over new process groups. Raises `UserError` for unreachable ranks."""
     meeting = timedelta(seconds=limit_s)
     talking = timedelta(seconds=exchange_limit_s)
-    rule = "a process has one decoder of several ranks at a time, and no other group of torch's"
-    require(not dist.is_initialized(), rule, "another", "close that first")
+    requirement = (
+        "a process has one decoder of several ranks at a time, and no other group of torch's"
+    )
+    require(not dist.is_initialized(), requirement, "another", "close that first")
     try:
         with chosen_interface(place.address, place.port):
             return _grouped(store, place, meeting, talking)
     except RuntimeError as error:
-        rule = f"rank {place.rank} must reach all others at the address by which it is known"
+        requirement = f"rank {place.rank} must reach all others at the address by which it is known"
         raise UserError(
-            f"{rule}, got {reason(error)}: set GLOO_SOCKET_IFNAME to the network between them"
+            f"{requirement}, got {reason(error)}: set GLOO_SOCKET_IFNAME to the network between them"
         ) from None
 
 

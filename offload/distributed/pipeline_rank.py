@@ -71,9 +71,11 @@ class PipelineRank(NamedTuple):
         own_files = (files if self.drafts else files.alone)._replace(target=section)
         plan = replace(self.setup, files=own_files, budget=room).plan_for(self.num_uncommitted)
         if plan.turns:
-            rule = f"`context` must be at most {plan.turning_point} in stages"
+            requirement = f"`context` must be at most {plan.turning_point} in stages"
             why = "which do not read a text anew where longrope changes its factors"
-            raise UserError(f"{rule}, {why}, got {plan.context}: lower it, or use `ranks` shards")
+            raise UserError(
+                f"{requirement}, {why}, got {plan.context}: lower it, or use `ranks` shards"
+            )
         return plan
 
     def share_layers(self, tokenizer: Tokenizer | None) -> tuple[range, ...]:

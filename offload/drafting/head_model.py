@@ -102,6 +102,6 @@ def _word_ids(checkpoint: Checkpoint, entry: TensorEntry) -> Tensor:
     num_words = int(checkpoint.config["vocab_size"])
     is_rising = len(id_W) == entry.shape[0] and bool((np.diff(id_W) > 0).all())
     if not is_rising or id_W[0] < 0 or id_W[-1] >= num_words:
-        rule = f"{checkpoint.name}: d2t must lead to rising ids below {num_words}"
-        raise UserError(f"{rule}, it does not: take a head that is whole")
+        requirement = f"{checkpoint.name}: d2t must lead to rising ids below {num_words}"
+        raise UserError(f"{requirement}, it does not: take a head that is whole")
     return torch.from_numpy(id_W)

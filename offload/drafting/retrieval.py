@@ -141,9 +141,9 @@ def _count_text(
     encode = _known(tokenizer, argument)
     corpus = Corpus([Path(path)])
     size = corpus.num_bytes
-    rule = f"`{argument}` must be text of 1 byte to {format_bytes(MOST_TEXT_BYTES)}"
+    requirement = f"`{argument}` must be text of 1 byte to {format_bytes(MOST_TEXT_BYTES)}"
     remedy = f"name another file than {path}, or make a store of it with offload datastore build"
-    require(0 < size <= MOST_TEXT_BYTES, rule, format_bytes(size), remedy)
+    require(0 < size <= MOST_TEXT_BYTES, requirement, format_bytes(size), remedy)
     texts = (encode(text, add_special_tokens=False)["input_ids"] for text in corpus.documents())
     return SuffixIndex.in_memory(
         ([token for token in text if token < vocab_size] for text in texts), vocab_size

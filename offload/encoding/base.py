@@ -73,7 +73,7 @@ class Coding(Protocol):
     def prepare(self, companions: Tensors, shape: Sequence[int]) -> Tensors:
         """Check companions, by their suffixes in the file, and return them as `expand` needs them.
 
-        Raises `ValueError` (rule, value, remedy) for numbers that are not finite, out of range, or
+        Raises `ValueError` (requirement, value, remedy) for numbers that are not finite, out of range, or
         of another shape.
         """
 
@@ -129,7 +129,7 @@ class Format(NamedTuple):
     suffixes: tuple[str, ...]  # suffixes of its tensors, after the weight's name without `.weight`
     # Takes the tensors of one weight by suffix (some may belong to other formats), the
     # `quantization_config` and the weight's site; returns None if they are not of this format.
-    # Raises `ValueError` (rule, value, remedy) for tensors that contradict each other, or an
+    # Raises `ValueError` (requirement, value, remedy) for tensors that contradict each other, or an
     # unknown version.
     recognise: Callable[[Headers, Settings, Site], RecognisedWeight | None]
     parameter: str = ".weight"  # the suffix in the model
@@ -165,10 +165,10 @@ ENCODINGS = {name: STORED[name] for name, *_ in _PLAIN}
 PLAIN_OF = {encoding.dtype: encoding for encoding in ENCODINGS.values()}
 
 
-def must(holds: bool, rule: str, actual: object, remedy: str = AGAIN) -> None:
-    """Raise `ValueError` (rule, value, remedy) unless a rule holds."""
+def must(holds: bool, requirement: str, actual: object, remedy: str = AGAIN) -> None:
+    """Raise `ValueError` unless a requirement holds."""
     if not holds:
-        raise ValueError(f"{rule}, {actual}: {remedy}")
+        raise ValueError(f"{requirement}, {actual}: {remedy}")
 
 
 def require(stored: Headers, suffixes: Sequence[str], beside: str) -> None:

@@ -18,8 +18,7 @@ from offload.engine.text_stream import special_tokens
 from offload.errors import UserError, require
 from offload.interrupts import held_back
 from offload.sampling_options import Sampling
-from offload.words.framed import FramedText
-from offload.words.parts import Text, Thought
+from offload.words.parts import FramedText, Text, Thought
 from offload.words.reader import PartReader
 
 # a sample question: what makes it fail makes every question fail

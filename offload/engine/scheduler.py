@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload.engine.cache_pool import LEAST_COPIED, num_shared
 from offload.engine.generation import Generation, Run
-from offload.engine.job import Cancelled, Job
+from offload.engine.job import Cancelled, Job, PromptScores, needs_score
 from offload.engine.prefix_cache import BLOCK_ROWS
-from offload.engine.prompt_scores import PromptScores, needs_score
 from offload.engine.request import Request
 from offload.engine.sequence import TokenSequence
 from offload.errors import RunError, UserError

@@ -21,8 +21,7 @@ from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import PLAIN_OF, STORED
 from offload.engine.identities import Identities
 from offload.errors import ensure
-from offload.model.kv_cache import INDEX, KEYS, VALUES, KVCache
-from offload.model.kv_coding import SCALES
+from offload.model.kv_cache import INDEX, KEYS, SCALES, VALUES, KVCache
 from offload.model.recurrent_cache import Point
 
 PARTS = ("target", "draft")

@@ -8,17 +8,17 @@ alone. Tree, drafter, memory and threads change only how long it takes; with the
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Self
 
 from offload.drafting.base import Proposer
 from offload.engine.cache_pool import CachePool
 from offload.engine.decoder_config import DecoderConfig
-from offload.engine.decoder_lock import DecoderLock
 from offload.engine.request import whole_numbers, with_start
 from offload.engine.sequence import Caches, StopCriteria, TokenSequence
 from offload.engine.step import SpeculationStep, count_step, learning
+from offload.errors import HostFault, UserError
 from offload.machine import giving_back_memory
 from offload.model.target import Target
 from offload.sampling.grammar import Grammar
@@ -27,6 +27,64 @@ from offload.sampling_options import Sampling
 from offload.threads import ThreadWaiting
 from offload.trees.topology import Shape, chain
 from offload.trees.verification import Rule, find_rule, not_exact_lines
+
+
+class DecoderLock:
+    """Gives one thread the turn at a decoder, and one step at a time within it; others are refused.
+
+    The thread that has the turn may take it again; only closing waits for it. `computing` is
+    entered with every turn, and makes that thread compute in the right place. Invariant: only the
+    thread that has the turn touches caches, slots and readers.
+    """
+
+    def __init__(self, computing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._lock = threading.RLock()
+        self._is_over = False
+        self._computing = computing
+        self._stepping: int | None = None  # the thread that runs a step
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take the turn for a run. Raises `HostFault` if another thread has it, or it is closed."""
+        if not self._lock.acquire(blocking=False):
+            raise HostFault(
+                "this decoder is in use by another thread: wait until that is done, or load a "
+                "second one"
+            )
+        try:
+            self._require_no_own_step()
+            if self._is_over:
+                raise HostFault("this decoder was closed: load the model again")
+            with self._computing():
+                yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Take the turn for one step, which none of its callbacks may disturb."""
+        with self.taken():
+            self._stepping = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._stepping = None
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        """Take the turn once another thread's step has ended; no later turn is possible."""
+        self._require_no_own_step()
+        self._is_over = True
+        with self._lock:
+            yield
+
+    def _require_no_own_step(self) -> None:
+        if self._stepping == threading.get_ident():
+            raise UserError(
+                "this decoder is in the middle of a step: let what that calls raise, to end it "
+                "first"
+            )
+
 
 _ROOT = chain(0)
 _UNLIMITED = StopCriteria()

@@ -31,8 +31,8 @@ from offload.model.experts import (
     find_experts,
     sample_of,
 )
-from offload.model.feed_forward import take_rows_in_parts
 from offload.model.layer_stacks import keep_section, layer_stacks
+from offload.model.linear import take_rows_in_parts
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, too_old
 from offload.model.parameters import below, parameter_places, share, tables_around, view_of

@@ -11,18 +11,60 @@ Caches of several texts can lie side by side in the same buffers, so that one pa
 them and attention reads all of them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.kernels.kv_commit import kv_commit_reference
-from offload.model.kv_coding import KEYS as KEYS
-from offload.model.kv_coding import SCALES, RowCoding
-from offload.model.kv_coding import VALUES as VALUES
 from offload.model.linear import Products
 from offload.model.taps import TapLog
+
+KEYS = "keys"
+VALUES = "values"
+SCALES = "_scales"  # suffixes of the coded states' names
+# positions that are expanded at once, through float32
+_CHUNK_ROWS = 512
+
+
+class RowCoding(NamedTuple):
+    """Keys and values in eight bits: each row of a head as words and one factor.
+
+    A row is coded by its own numbers alone, and every row that attends to it, even in the same pass,
+    reads the expanded words. So a text does not depend on its tree, as without coding, but it
+    differs from the text with the model's own type.
+    """
+
+    most: float  # the largest word, before the factor
+    dtype: torch.dtype
+
+    def coded(self, states: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the coded form of states (1, G, T, K) by name: uint8 words, (1, G, T, 1) factors."""
+        for name, rows in states.items():
+            if name not in (KEYS, VALUES):
+                yield name, rows
+                continue
+            wide = rows.float()
+            scale = wide.abs().amax(3, keepdim=True) / self.most
+            # the factor of a row of zeros, or nearly zeros
+            scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
+            words = (wide / scale).clamp_(-self.most, self.most)
+            words = words if self.dtype.is_floating_point else words.round_()
+            yield name, words.to(self.dtype).view(torch.uint8)
+            yield f"{name}{SCALES}", scale
+
+    def expanded(self, words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers (1, G, S, K) that words stand for."""
+        numbers = torch.empty(words.shape, dtype=dtype, device=words.device)
+        parts = (tensor.split(_CHUNK_ROWS, 2) for tensor in (numbers, words, scale))
+        for number, word, factor in zip(*parts, strict=True):
+            number.copy_(word.view(self.dtype).float().mul_(factor))
+        return numbers
+
+
+CODINGS = {"int8": RowCoding(127.0, torch.int8), "fp8": RowCoding(448.0, torch.float8_e4m3fn)}
+
 
 INDEX = "index"  # index keys, by which layers select positions
 # one layer's states of some positions by these names, (1, G, P, K) each

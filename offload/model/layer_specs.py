@@ -16,10 +16,10 @@ from offload.checkpoint.spec import PLAIN, FeedForward, LayerSpec, ModelSpec
 from offload.errors import require
 from offload.model.attention import windows_of
 from offload.model.experts import experts_of
-from offload.model.feed_forward import is_plain
 from offload.model.kv_cache import INDEX, KEYS, VALUES, LayerStates
 from offload.model.layer_stacks import layer_stacks
 from offload.model.library import PreTrainedModel, revert_weight_conversion
+from offload.model.linear import is_plain
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, kinds_of, try_out
 from offload.model.mixers.base import Mixer

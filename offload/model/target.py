@@ -12,8 +12,7 @@ from torch import Tensor
 
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
-from offload.model.kv_cache import KVCache
-from offload.model.kv_coding import CODINGS
+from offload.model.kv_cache import CODINGS, KVCache
 from offload.model.parts import BatchPart, causal
 from offload.model.taps import TapLog, Taps, tapped
 from offload.model.tree_model import TreeModel

@@ -37,8 +37,8 @@ FORMAT = "offload.packed"
 VERSION = "1"
 # the copy of 4 bits that a draft of the target itself guesses with
 BESIDE = "int4"
-_RULE = "packing is for bfloat16, and for float16 that stems from it"
-_NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it is"
+_REQUIREMENT = "packing is for bfloat16, and for float16 that stems from it"
+_NO_GAIN = f"{{}} is stored as {{}}, and {_REQUIREMENT}: nothing to gain, run it as it is"
 
 
 def check_pack(
@@ -182,7 +182,7 @@ def require_gain(checkpoint: Checkpoint) -> None:
         share = (
             "" if prediction is None else f", of which a sample would keep {prediction.share:.0%}"
         )
-        raise UserError(f"{name}: {_RULE}, its weights are {kinds}{share}: run it as it is")
+        raise UserError(f"{name}: {_REQUIREMENT}, its weights are {kinds}{share}: run it as it is")
 
 
 def refuse_gguf(model: str | os.PathLike[str]) -> None:

@@ -146,13 +146,11 @@ def tree_to_fill(text: str, rule: str, *, is_ranked: bool, has_sources: bool = F
     spec = parse_tree(text)
     if is_ranked:
         spec.check_rule(rule)
-        rule = "`tree` chain:auto is as long as a draft is right, which other guesses do not tell"
-        require(
-            spec.kind != "auto_chain" or not has_sources,
-            rule,
-            "both",
-            "leave the sources out, or name a length",
+        requirement = (
+            "`tree` chain:auto is as long as a draft is right, which other guesses do not tell"
         )
+        is_measured = spec.kind != "auto_chain" or not has_sources
+        require(is_measured, requirement, "both", "leave the sources out, or name a length")
         return spec
     is_filled = has_sources or spec.kind in ("auto", "none")
     require(

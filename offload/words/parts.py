@@ -67,3 +67,27 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Offered:
     """Return the functions of tools as OpenAI's protocol describes them."""
     functions = (tool["function"] for tool in tools)
     return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+_OPENING = "<think>\n"
+_CLOSING = "\n</think>\n\n"
+
+
+class FramedText:
+    """Turns the parts of an answer into text, with thoughts between marks of one kind."""
+
+    def __init__(self) -> None:
+        self._is_thinking = False
+
+    def push(self, parts: Sequence[Part]) -> str:
+        """Return the text of these parts, behind those before."""
+        pieces = []
+        for part in parts:
+            if not isinstance(part, Text | Thought):
+                continue
+            is_thought = isinstance(part, Thought)
+            if is_thought != self._is_thinking:
+                pieces.append(_OPENING if is_thought else _CLOSING)
+            self._is_thinking = is_thought
+            pieces.append(part.text)
+        return "".join(pieces)

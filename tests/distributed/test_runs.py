@@ -5,8 +5,7 @@ import random
 import pytest
 from simulator import Speeds, World, own_text, simulated, written
 
-from offload.distributed.cut_off import CutOff
-from offload.distributed.head import RowPrice
+from offload.distributed.head import CutOff, RowPrice
 from offload.distributed.orders import Least
 from offload.distributed.runs import RunNode, RunTable
 from offload.rank_roles import FixedCutoff, PipelineOptions, Roles

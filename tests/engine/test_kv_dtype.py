@@ -10,7 +10,7 @@ from tiny import FAMILIES, random_ids, save, save_pair
 
 import offload
 from offload.errors import UserError
-from offload.model.kv_coding import CODINGS, RowCoding
+from offload.model.kv_cache import CODINGS, RowCoding
 from offload.options import KV_DTYPES
 from offload.planning.load_options import LoadOptions
 

@@ -11,9 +11,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, Phi3Config
 
 from offload.memory.sizes import INNER_ROWS
-from offload.model.feed_forward import take_rows_in_parts
 from offload.model.invariant import InvariantRows
-from offload.model.linear import Linear, choose_products, replace_linears
+from offload.model.linear import Linear, choose_products, replace_linears, take_rows_in_parts
 from offload.model.row_sizes import LADDER, find_sizes, parts_of
 
 Multiply = Callable[[Tensor, Tensor], Tensor]

@@ -12,10 +12,9 @@ from typing import Any
 from offload.engine.generation import Generation
 from offload.engine.job import Job
 from offload.server.anthropic.bodies import MessagesBody
-from offload.server.anthropic.errors import error_body
-from offload.server.core.answer import BlockAnswer, TokenNames
-from offload.server.core.events import Event
+from offload.server.core.answer import BlockAnswer, Event, TokenNames
 from offload.server.core.refusals import Refusal
+from offload.server.error_forms import anthropic_error
 from offload.words.parts import Call, Part, Text, Thought
 
 # Some clients send thoughts back only with a signature; any signature is accepted.
@@ -43,7 +42,7 @@ class MessageAnswer(BlockAnswer):
 
     def failed(self, refusal: Refusal) -> list[Event]:
         """Return the error as an event: clients take a stream that just ends for a complete one."""
-        return [Event("error", error_body(refusal))]
+        return [Event("error", anthropic_error(refusal))]
 
     def _open(self, part: Part) -> list[Event]:
         """Begin a content block for a part; return its first events, for a call all of them."""

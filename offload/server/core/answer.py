@@ -7,9 +7,10 @@ are exact.
 Invariant: the events of a stream, put together, are the answer that is sent whole.
 """
 
-from collections.abc import Iterable, Sequence, Set
+import json
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.engine.conversation import turn_end_ids, words_of
 from offload.engine.generation import Generation, OutputDelta
@@ -18,13 +19,31 @@ from offload.engine.request import Request
 from offload.engine.text_stream import TokenPieces, special_tokens
 from offload.engine.tokenizer import Tokenizer
 from offload.server.core.body import Body
-from offload.server.core.events import Event
 from offload.server.core.failures import refuse_closing
 from offload.server.core.refusals import Refusal
 from offload.server.core.tools import Toolbox
 from offload.words.calls import JsonCalls
 from offload.words.parts import Call, Part, Text, Thought
 from offload.words.reader import PartReader, TaggedReader
+
+
+class Event(NamedTuple):
+    """What an answer tells at once: an object, or a text that stands for itself.
+
+    An empty name is not sent: OpenAI's older streams have none.
+    """
+
+    name: str
+    data: Mapping[str, Any] | str
+
+    def encoded(self) -> bytes:
+        """Return the event as server-sent events have it, in UTF-8."""
+        data = self.data
+        if not isinstance(data, str):
+            data = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        name = f"event: {self.name}\n" if self.name else ""
+        return f"{name}data: {data}\n\n".encode()
+
 
 _END_TOKENS = 16  # of a prompt, which tell whether it begins a thought
 

@@ -23,7 +23,7 @@ from pydantic import (
 
 from offload.declaration import options_at
 from offload.engine.request import Request
-from offload.errors import did_you_mean, plain_rule
+from offload.errors import did_you_mean, plain_requirement
 from offload.sampling_options import Sampling
 from offload.server.core.refusals import DEFAULT_REMEDY, Refusal
 from offload.server.core.tools import NO_TOOLS, Toolbox
@@ -212,7 +212,7 @@ def _refusal(error: Mapping[str, Any], kind: type[Body]) -> Refusal:
                 complaint.rpartition("expected tags: ")[2] if "expected tags: " in complaint else ""
             )
             complaint = f"it must have a type that is read here{kinds and f', {kinds}'}"
-    complaint = f"it {plain_rule(complaint)}" if plain_rule(complaint) else complaint
+    complaint = f"it {plain_requirement(complaint)}" if plain_requirement(complaint) else complaint
     value = error["input"]
     if isinstance(value, dict) and "union_tag" in error["type"]:
         value = value.get("type", value)

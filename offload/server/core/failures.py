@@ -33,7 +33,7 @@ def refusal_of(error: BaseException, figures: EngineStats | None = None) -> Refu
         return Refusal(500, "the run failed, and the server's log says why", code="run_failed")
     if isinstance(error, UserError):
         message = str(error).replace("`max_new_tokens`", "`max_tokens`")
-        # the rule, before the value and the remedy, names the field
+        # the requirement, before the value and the remedy, names the field
         named = re.search(r"`(\w+)`", re.split(", got |: ", message)[0])
         return Refusal(400, message, param=named and named[1])
     return Refusal(500, "the server failed, and its log says where", code="internal_error")

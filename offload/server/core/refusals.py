@@ -41,10 +41,12 @@ class Refusal(Exception):  # noqa: N818
 
     @classmethod
     def of_value(
-        cls, param: str, rule: str, remedy: str = DEFAULT_REMEDY, field: str = ""
+        cls, param: str, requirement: str, remedy: str = DEFAULT_REMEDY, field: str = ""
     ) -> "Refusal":
         """Return the refusal of a body's field; a `field` within it is named instead."""
-        return cls(400, f"Invalid value for '{field or param}': {rule}: {remedy}", param=param)
+        return cls(
+            400, f"Invalid value for '{field or param}': {requirement}: {remedy}", param=param
+        )
 
     @classmethod
     def unknown_field(cls, param: str, meant: str = "") -> "Refusal":

@@ -12,13 +12,91 @@ from offload import __version__
 from offload.engine.generation import Generation, OutputDelta
 from offload.engine.job import Job
 from offload.engine.sequence import StepMetrics, TokenLogprob
-from offload.server.core.answer import Answer, TokenNames
-from offload.server.core.events import Event
+from offload.server.core.answer import Answer, Event, TokenNames
 from offload.server.core.refusals import Refusal
+from offload.server.error_forms import openai_error
 from offload.server.openai.bodies import ChatBody, ChoicesBody, CompletionBody
-from offload.server.openai.errors import error_body
-from offload.server.openai.logprobs import FIELDS, of_chat, of_completion, of_prompt
 from offload.words.parts import Call, Part, Text, Thought
+
+_LOGPROB_FIELDS = (
+    "tokens",
+    "token_logprobs",
+    "top_logprobs",
+    "text_offset",
+)  # of plain completions
+_LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
+
+
+def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return `TokenLogprob`s as chat completions and responses have them."""
+    tokens = []
+    for drawn in logprobs:
+        if drawn.token not in names.end_ids:
+            top = [_named(names, *pair) for pair in drawn.top]
+            tokens.append({**_named(names, drawn.token, drawn.logprob), "top_logprobs": top})
+    return tokens
+
+
+def completion_logprobs(
+    names: TokenNames, logprobs: Sequence[TokenLogprob], num_chars: int, *, has_ends: bool = False
+) -> dict[str, Any]:
+    """Return `TokenLogprob`s as plain completions have them, behind `num_chars` characters.
+
+    `has_ends` includes tokens that end a text.
+    """
+    columns = _no_columns()
+    for drawn in logprobs:
+        if has_ends or drawn.token not in names.end_ids:
+            num_chars = _add_token(columns, names, drawn.token, num_chars)
+            columns["token_logprobs"].append(_finite(drawn.logprob))
+            columns["top_logprobs"].append(_likeliest(names, drawn))
+    return columns
+
+
+def prompt_logprobs(
+    names: TokenNames, first: int, logprobs: Sequence[TokenLogprob]
+) -> tuple[dict[str, Any], int]:
+    """Return the tokens of a prompt in the same form, and their number of characters.
+
+    The first has no log-probability: nothing comes before it.
+    """
+    columns = _no_columns()
+    num_chars = _add_token(columns, names, first, 0)
+    columns["token_logprobs"].append(None)
+    columns["top_logprobs"].append(None)
+    for name, values in completion_logprobs(names, logprobs, num_chars, has_ends=True).items():
+        columns[name] += values
+    return columns, sum(map(len, columns["tokens"]))
+
+
+def _no_columns() -> dict[str, list[Any]]:
+    return {field: [] for field in _LOGPROB_FIELDS}
+
+
+def _add_token(columns: dict[str, list[Any]], names: TokenNames, token: int, num_chars: int) -> int:
+    """Add a token that begins there; return where it ends."""
+    text = names.text(token)
+    columns["tokens"].append(text)
+    columns["text_offset"].append(num_chars)
+    return num_chars + len(text)
+
+
+def _likeliest(names: TokenNames, drawn: TokenLogprob) -> dict[str, float]:
+    """Return the likeliest tokens by their texts; of several with one text the likeliest."""
+    top: dict[str, float] = {}
+    for token, number in drawn.top:
+        top.setdefault(names.text(token), _finite(number))
+    return top
+
+
+def _named(names: TokenNames, token: int, logprob: float) -> dict[str, Any]:
+    raw = list(names.bytes_of(token))
+    return {"token": names.text(token), "logprob": _finite(logprob), "bytes": raw}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
 
 _FINGERPRINT = f"offload-{__version__}"
 _DONE = Event("", "[DONE]")
@@ -63,7 +141,7 @@ class ChoicesAnswer(Answer):
 
     def failed(self, refusal: Refusal) -> list[Event]:
         """Return the error as an event; such a stream has no `[DONE]`."""
-        return [Event("", error_body(refusal))]
+        return [Event("", openai_error(refusal))]
 
     def whole(self) -> dict[str, Any]:
         """Return everything at once, when all texts have ended."""
@@ -181,7 +259,7 @@ class ChatAnswer(ChoicesAnswer):
         return thoughts, "".join(part.text for part in parts if isinstance(part, Text))
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        content = of_chat(self._names, logprobs) if self._has_logprobs else []
+        content = chat_logprobs(self._names, logprobs) if self._has_logprobs else []
         return {"content": content, "refusal": None} if content else None
 
 
@@ -217,10 +295,12 @@ class CompletionAnswer(ChoicesAnswer):
         first = self._num_chars[index]
         listed = None
         if logprobs:
-            listed = of_completion(self._names, logprobs, first, has_ends=self._has_echo)
+            listed = completion_logprobs(self._names, logprobs, first, has_ends=self._has_echo)
             self._num_chars[index] += sum(map(len, listed["tokens"]))
         parts = [part for part in (scored, listed) if part]
-        whole = {name: [value for part in parts for value in part[name]] for name in FIELDS}
+        whole = {
+            name: [value for part in parts for value in part[name]] for name in _LOGPROB_FIELDS
+        }
         return {
             "index": index,
             "text": text,
@@ -238,7 +318,7 @@ class CompletionAnswer(ChoicesAnswer):
         if score is None:
             return None
         prompt: Any = self.jobs[index].request.prompt
-        columns, self._num_chars[index] = of_prompt(self._names, prompt[0], score.tokens)
+        columns, self._num_chars[index] = prompt_logprobs(self._names, prompt[0], score.tokens)
         return columns
 
     def _next(

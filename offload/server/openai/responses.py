@@ -15,9 +15,8 @@ from offload.engine.generation import Generation
 from offload.engine.job import Job
 from offload.engine.request import Request
 from offload.sampling_options import Sampling
-from offload.server.core.answer import BlockAnswer, TokenNames
+from offload.server.core.answer import BlockAnswer, Event, TokenNames
 from offload.server.core.body import Count, Ignored
-from offload.server.core.events import Event
 from offload.server.core.refusals import Refusal
 from offload.server.core.tools import Function, Toolbox
 from offload.server.openai.bodies import OpenAIBody, grammar_of, toolbox_of
