@@ -137,7 +137,7 @@ class PromptScores:
 
     def __init__(self, jobs: Sequence[weakref.ref[Job]]) -> None:
         self.jobs = jobs
-        self._scored = list[Job]()
+        self._scored = list[weakref.ref[Job]]()  # in the scorer's order
         self._scorer: Scorer | None = None
 
     def step(self, decoder: "Decoder") -> bool:
@@ -145,11 +145,11 @@ class PromptScores:
         if self._scorer is None:
             # a job that is dropped from now on gets no score
             alive = [(ref, job) for ref in self.jobs if (job := ref()) is not None]
-            self._of = [ref for ref, _ in alive]
+            self._scored = [ref for ref, _ in alive]
             self._scorer = decoder.start_scores([_wanted(job) for _, job in alive])
         if decoder.step_scores(self._scorer):
             return True
-        for ref, score in zip(self._of, self._scorer.prompt_scores(), strict=True):
+        for ref, score in zip(self._scored, self._scorer.prompt_scores(), strict=True):
             if (job := ref()) is not None:
                 job.prompt_score = score
         return False

@@ -31,7 +31,7 @@ from offload.checkpoint.sizes import copy_obstacle
 from offload.encoding.exponents import MANTISSAS, Exponents
 from offload.encoding.residuals import Residual
 from offload.errors import UserError, os_errors_as_user_error, require
-from offload.packing.forecast import forecast
+from offload.packing.forecast import WORTH_PACKING, expected_share
 
 FORMAT = "offload.packed"
 VERSION = "1"
@@ -176,13 +176,11 @@ def require_gain(checkpoint: Checkpoint) -> None:
         raise UserError(f"{name} is packed already: run it as it is, or give its source")
     if coded is not None:
         raise UserError(_NO_GAIN.format(name, coded.name))
-    prediction = forecast(checkpoint)
-    kinds = ", ".join(sorted({entry.dtype for entry in stored}))
-    if prediction is None or not prediction.is_worth_it:
-        share = (
-            "" if prediction is None else f", of which a sample would keep {prediction.share:.0%}"
-        )
-        raise UserError(f"{name}: {_REQUIREMENT}, its weights are {kinds}{share}: run it as it is")
+    share = expected_share(checkpoint)
+    if share is None or share > WORTH_PACKING:
+        kinds = ", ".join(sorted({entry.dtype for entry in stored}))
+        kept = "" if share is None else f", of which a sample would keep {share:.0%}"
+        raise UserError(f"{name}: {_REQUIREMENT}, its weights are {kinds}{kept}: run it as it is")
 
 
 def refuse_gguf(model: str | os.PathLike[str]) -> None:

@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,11 +28,10 @@ _PIECES = 8
 _PIECE_BYTES = 32 << 10
 _LEAST_WEIGHTS = 2048  # norms and biases stay as they are
 _NUM_SAMPLED_TENSORS = 16
-_USUAL_SHARE = 0.751  # packed size of bfloat16 weights over their size now
+_USUAL_SHARE = 0.751  # packed size of bfloat16 weights over their size
 # of a matrix beside its copy; 8.38 drawn from one bell, 8.74 from two exponentials
 _USUAL_RESIDUAL_BITS = 8.4
-_USUAL_WIDTH = 3  # bits of a distance; a larger size is modelled as escapes
-_WORTH_PACKING = 0.95  # largest share of a model's bytes for which packing is worth it
+WORTH_PACKING = 0.95  # largest share of a model's bytes for which packing is worth it
 
 
 def by_expert(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -56,24 +54,6 @@ def stack_of(name: str) -> str:
     """Return the name of the stack that an expert's tensor is of, or a tensor's own name."""
     match = _PART.match(name)
     return name if match is None else f"{match[1]}.{match[2]}"
-
-
-class PackingForecast(NamedTuple):
-    """The size of a model before and after packing."""
-
-    source_bytes: int
-    packed_bytes: int | None  # None: float16, whose exponents are not known from headers
-    is_sampled: bool  # from the weights; else from what is usual
-
-    @property
-    def share(self) -> float | None:
-        """Return the packed size over the size now; None where it is unknown."""
-        return None if self.packed_bytes is None else self.packed_bytes / max(1, self.source_bytes)
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Return True if packing saves enough."""
-        return self.share is not None and self.share <= _WORTH_PACKING
 
 
 def is_packable(name: str, entry: TensorEntry) -> bool:
@@ -102,24 +82,14 @@ def coded_bytes(entry: TensorEntry, window: ExponentWindow) -> int:
     return math.ceil(entry.num_bytes * window.bits / 16)
 
 
-def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
-    """Estimate the packed size from a few tensors; None where packing has too little to code."""
+def expected_share(checkpoint: Checkpoint) -> float | None:
+    """Return the packed size over the size now, from samples; None where too little can be coded."""
     packable = [entry for name, entry in checkpoint.tensors.items() if is_packable(name, entry)]
-    source_bytes = checkpoint.num_bytes
-    now_bytes = sum(entry.num_bytes for entry in packable)
-
-    def at(share: float) -> PackingForecast:
-        packed_bytes = source_bytes - now_bytes + math.ceil(share * now_bytes)
-        return PackingForecast(source_bytes, packed_bytes, checkpoint.is_here)
-
-    if not at(_USUAL_SHARE).is_worth_it:
+    packable_part = sum(entry.num_bytes for entry in packable) / max(1, checkpoint.num_bytes)
+    if 1 - packable_part * (1 - _USUAL_SHARE) > WORTH_PACKING:
         return None
-    if checkpoint.is_here:
-        step = -(-len(packable) // _NUM_SAMPLED_TENSORS)
-        return at(_sampled_share(checkpoint, packable[::step]))
-    if any(entry.dtype == "F16" for entry in packable):
-        return PackingForecast(source_bytes, None, is_sampled=False)
-    return at(_USUAL_SHARE)
+    step = -(-len(packable) // _NUM_SAMPLED_TENSORS)
+    return 1 - packable_part * (1 - _sampled_share(checkpoint, packable[::step]))
 
 
 def residual_bytes(entry: TensorEntry) -> int:

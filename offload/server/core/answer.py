@@ -116,7 +116,6 @@ class Answer:
     def __init__(self, body: Body, jobs: Sequence[Job], names: TokenNames, model_id: str) -> None:
         self.jobs = jobs
         self._names = names
-        self._model_id = model_id
 
     def opening(self) -> list[Event]:
         """Return the events before the first text."""
