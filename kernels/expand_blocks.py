@@ -488,7 +488,7 @@ def _expand(
     CODES_2: tl.constexpr,
     CODES_3: tl.constexpr,
 ) -> None:
-    """Let each lane find the bytes of its number; those of a block are in the cache by then."""
+    """Expand one number in each lane; the lanes of a block load the same cache lines."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_real = place < num_numbers
     block = tl.minimum(place, num_numbers - 1) // NUMBERS

@@ -41,7 +41,7 @@ def expand_columns_reference(
 def expand_columns_compiled(
     words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor
 ) -> None:
-    """Do what the reference does, with numba; it is left odd groups, which no known model has."""
+    """Do what the reference does, with numba. Odd groups, in no known model, are left to it."""
     if group % 2 or out_NK.shape[1] % 2:
         return expand_columns_reference(words_CK, scale_NG, zero_NG, group, out_NK)
     fill = _pairs_of_rows.to(out_NK.dtype)

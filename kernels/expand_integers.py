@@ -129,7 +129,7 @@ def expand_integers_compiled(
     added_NG: Tensor | None = None,
     codes_per_word: int = 0,
 ) -> None:
-    """Do what the reference does, with numba; it is left odd sizes, which no known model has."""
+    """Do what the reference does, with numba. Odd sizes, in no known model, are left to it."""
     is_ordered = isinstance(group, Tensor)
     num_columns = out_NK.shape[1]
     if isinstance(group, Tensor):

@@ -156,7 +156,7 @@ def _walk(base: Any, rows: Any, steps: Any, heads: Any, states: Any, after: Any,
 
 @compiled
 def _decay(new: Any, decays: Any, key: Any, sums: Any) -> None:
-    """Let a state decay, and leave what it holds for a key in the first row of `sums`."""
+    """Decay a state, and write its product with a key to the first row of `sums`."""
     num_keys = U64(new.shape[0])
     num_values = U64(new.shape[1])
     stride = U64(decays.shape[0] > 1)
@@ -175,7 +175,7 @@ def _decay(new: Any, decays: Any, key: Any, sums: Any) -> None:
 
 @compiled
 def _add(new: Any, key: Any, delta: Any, query: Any, sums: Any) -> None:
-    """Add what is new, and leave what a query finds in the first row of `sums`."""
+    """Add an update to a state, and write its product with a query to the first row of `sums`."""
     num_keys = U64(new.shape[0])
     num_values = U64(new.shape[1])
     sums[:] = F32(0)

@@ -128,7 +128,7 @@ expand_int4 = faster(expand_int4_compiled, expand_int4_reference, fused_lanes)
 
 @cache
 def _of_this_processor() -> WordLayout:
-    """Return the first layout whose packing equals that of torch's converter."""
+    """Return the layout in which torch's converter packs codes on this processor."""
     number_NK = torch.arange(2 * BLOCK_ROWS * _PROBE_COLUMNS).view(-1, _PROBE_COLUMNS)
     code_NK = number_NK.mul_(7919).remainder_(127).remainder_(16).to(torch.uint8)
     try:

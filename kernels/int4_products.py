@@ -344,7 +344,7 @@ class _Product(Code):
             begin = end
 
     def _places(self, row: Any, count: int) -> list[Any]:
-        """Return where the sums of some rows lie, register after register."""
+        """Return the addresses of some rows' sums, register after register."""
         begin = self._times(row, self._block_rows)
         steps = range(0, count * self._block_rows, self._lanes)
         return [self._at(self._sums, self._add(begin, step)) for step in steps]
@@ -440,7 +440,7 @@ class _Product(Code):
         return scale, self._fma(middle, scale, offset)
 
     def _write(self, first: Any, row: Any, count: int) -> None:
-        """Write what some rows have in the columns of a block, rounded."""
+        """Round the sums of some rows and a block's columns, and write them to the result."""
         for nth in range(count):
             begin = self._add(self._times(self._add(row, nth), self._height), first)
             sums_of_row = self._at(self._sums, self._times(self._add(row, nth), self._block_rows))

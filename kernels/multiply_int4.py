@@ -106,7 +106,7 @@ def _multiply_codes(
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ) -> None:
-    """Sum up some groups' products with some blocks of the words."""
+    """Sum the products of the rows with some groups of some blocks of the codes."""
     lane_L = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     part = tl.program_id(1)
     block_L = lane_L // HALF
@@ -148,7 +148,7 @@ def _multiply_codes(
 
 @jit
 def _factors(place: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """Return scales and offsets of columns whose codes lie in lower bits, and of those in upper ones."""
+    """Return scales and offsets of columns with codes in the lower, then in the upper half byte."""
     low = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     low_offset = tl.load(place + 1, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(place + 2 * HALF, mask=mask, other=0.0).to(tl.float32)

@@ -216,7 +216,7 @@ def _attend(
 
 @jit
 def _rows_of(place: tl.tensor, dim: tl.tensor, is_row: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Load rows that begin at these places; 0.0 stands for what there is not."""
+    """Load rows that begin at these places, with 0.0 where the mask is false."""
     mask = is_row[:, None] & (dim < WIDTH)[None, :]
     return tl.load(place + dim[None, :], mask=mask, other=0.0)
 

@@ -236,7 +236,7 @@ class _PathAttention(Code):
         self._builder.store(self._single(-math.inf), place)
 
     def _hide_unchosen(self, begin: Any, chosen: Any, position: Any) -> None:
-        """Hide those of eight scores whose bytes are 0."""
+        """Set those of eight scores to -inf whose bytes in `chosen` are 0."""
         place = self._at(begin, position)
         kind = self._ir.VectorType(self._ir.IntType(8), EIGHT)
         byte_8 = self._load(self._at(chosen, position), kind, 1)

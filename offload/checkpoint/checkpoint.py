@@ -171,7 +171,7 @@ def _usual_dtype_name(checkpoint: Checkpoint) -> str:
 
 
 def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
-    """Return `wish`, or bfloat16 in place of float16 on a CPU, and what to tell the user."""
+    """Return `wish`, or bfloat16 in place of float16 on a CPU, and notes for the user."""
     is_rounded = not all(isinstance(coding, Exponents | Residual) for coding in target.codings)
     is_open = wish == "auto" and is_on_cpu and is_rounded
     if not is_open or compute_dtype_name(target, wish) != "float16":

@@ -244,7 +244,7 @@ def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
 
 
 def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's tensors by name; those of an expert lie together."""
+    """Return the shapes of a layer's tensors by name, expert after expert."""
     width = config["hidden_size"]
     inner = config["moe_intermediate_size"]
     num_experts = _num_experts(config)

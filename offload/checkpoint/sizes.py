@@ -71,7 +71,7 @@ _OPTIONAL = (
 
 
 class RecurrentShape(NamedTuple):
-    """The sizes of states, of all layers where nothing else is said."""
+    """The sizes of recurrent states, summed over all layers unless a name says otherwise."""
 
     state_bytes: int = 0  # of one text behind one of its positions
     kept_bytes: int = 0  # of one row of a tree, so that its path can be run again
@@ -335,7 +335,7 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def longest_context(checkpoint: Checkpoint) -> int | None:
-    """Return the positions that a model was made for; None where it does not say."""
+    """Return the number of positions that a config states for a model; None if it states none."""
     return config_sizes(checkpoint).get("max_position_embeddings") or turning_point(checkpoint)
 
 

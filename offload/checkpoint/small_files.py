@@ -149,7 +149,7 @@ def of_text(config: Settings) -> Settings:
 
 
 def first_size(config: Settings, *names: str, most: float = (1 << 31) - 1) -> int:
-    """Return the first of these that is a whole number above 0, up to `most`; 0 where none is."""
+    """Return the first of these keys' values that is a whole number in 1 to `most`, else 0."""
     given = (config.get(name) for name in names)
     return next((size for size in given if type(size) is int and 0 < size <= most), 0)
 
@@ -226,7 +226,7 @@ def has_chat_template(directory: Path) -> bool:
 
 
 def no_chat_template() -> UserError:
-    """Return the error for a conversation with a model that knows of none."""
+    """Return the error for a conversation with a model that has no chat template."""
     return UserError(
         "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
         "or give it a text to go on with (offload generate -p without `system`, /v1/completions)"

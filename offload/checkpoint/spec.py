@@ -65,7 +65,7 @@ class RecurrentLayer(NamedTuple):
 
 
 class LayerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer of a decoder is, and what it keeps of a text.
+    """The kind of one decoder layer, and the sizes of what its cache keeps of a text.
 
     Attributes:
         mixer: by what rows see those before them: `attention`, or the class in `model/mixers`.
@@ -94,7 +94,7 @@ class LayerSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """What building a model has told of it.
+    """The description of a model, found by building it without weights.
 
     Attributes:
         versions: of what has made it.
@@ -120,12 +120,12 @@ def plain_layers(config: Settings) -> tuple[LayerSpec, ...]:
 
 
 def spec_key(config: Mapping[str, Any], headers: object = ()) -> str:
-    """Return the hash of a config and of what headers say."""
+    """Return the hash of a config and of the headers' names, types and shapes."""
     return _sum_of(f"{json.dumps(config, sort_keys=True, default=str)}\n{headers!r}")
 
 
 def kept_spec(key: str) -> ModelSpec | None:
-    """Return the spec of this key, None where there is none that holds."""
+    """Return the spec that was kept under this key; None if there is none or it is unreadable."""
     try:
         known, _, text = read_small(_spec_file(key), _MOST_BYTES).partition("\n")
         spec = msgspec.json.decode(text if known == _sum_of(text) else "", type=ModelSpec)

@@ -105,7 +105,7 @@ class LayerName(NamedTuple):
 
 
 def layer_name(name: str) -> LayerName | None:
-    """Return the parts of a tensor's name; None for what lies around the layers."""
+    """Return the parts of a layer tensor's name; None for other tensors, such as embeddings."""
     match = _IN_LAYER.match(name)
     return None if match is None else LayerName(match[1], int(match[2]), match[3])
 

@@ -63,7 +63,7 @@ class TextPart(NamedTuple):
 
 
 def text_part(where: str, config: Settings, tensors: Entries) -> TextPart:
-    """Separate a language model from what is around it. Raises `UserError` where there is none."""
+    """Return the language model within a larger model. Raises `UserError` if there is none."""
     kept = dict[str, TensorEntry]()
     left_out = Counter[str]()
     extra = dict[str, TensorEntry]()

@@ -66,7 +66,7 @@ class BatchTask:
 def read_tasks(
     file: Path, common: Request, num_samples: int, written_by: str, system: str | None = None
 ) -> list[BatchTask]:
-    """Return all tasks of a file; a line's own settings stand in for those of `common`.
+    """Return all tasks of a file; a line's settings replace those of `common`.
 
     Raises `UserError` with the number of the line.
 
@@ -163,7 +163,7 @@ def _prompt(fields_given: Mapping[str, Any], system: str | None, *, raw: bool) -
 
 
 def _sampling(fields_given: Mapping[str, Any], common: Sampling) -> Sampling:
-    """Return the line's settings; where it says nothing, the command's."""
+    """Return the line's sampling settings, with the command's for those it does not name."""
     changes = {
         setting.name: fields_given[key] for key, setting in _DRAWING.items() if key in fields_given
     }
@@ -197,7 +197,7 @@ def _digest(request: Request, written_by: str) -> str:
 
 
 class _KeptLine(Struct):
-    """What a later run must know of a line that is there."""
+    """A finished line, as far as a later run needs it."""
 
     index: int
     sample: int
@@ -262,7 +262,7 @@ class ResultsFile:
             self.num_failed += result.error is not None
 
     def require(self, difference: Callable[[ModelIdentity], str]) -> None:
-        """Raise `UserError` where a line is of another model; `difference` says in what."""
+        """Raise `UserError` if a line is of another model; `difference` says how it differs."""
         for number, model in self.models.items():
             if mismatch := difference(model):
                 which = f"{self.name}, line {number} is not of this model ({mismatch})"

@@ -42,7 +42,7 @@ def chat(
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     given = GivenSampling.from_options(sampling)
     session = found_session(text_options.session, model_options)
-    first = _any_question(text_options, session)
+    first = _sample_question(text_options, session)
     loading = Loading.from_options(models, model_options, needs_template=True)
     from offload.cli.chat_input import SilentTerminal
 
@@ -56,8 +56,8 @@ def chat(
             converse(made, console, text_options, replace(first, sampling=chosen), terminal)
 
 
-def _any_question(text: TextOptions, session: Path | None) -> "Request":
-    """Return a question with all that is wrong with every question. Raises `UserError`."""
+def _sample_question(text: TextOptions, session: Path | None) -> "Request":
+    """Return a question with the settings of all questions, checked. Raises `UserError`."""
     from offload.engine.request import Request
 
     opening = [{"role": "system", "content": text.system}] if text.system else []

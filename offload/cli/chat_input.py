@@ -99,7 +99,7 @@ class ChatInput:
                     self._keep_history()
 
     def read(self) -> Entry | None:
-        """Return the next entry, None at the end. Raises `UserError` for what is no UTF-8."""
+        """Return the next entry, None at the end. Raises `UserError` if it is not UTF-8."""
         try:
             line = self._line("> ")
             if line is None:

@@ -101,11 +101,11 @@ class Console:
 
     @property
     def hooks(self) -> Hooks:
-        """What loading tells of its progress, and a decoder of its sweeps."""
+        """Callbacks that show the progress of loading and of a decoder's sweeps."""
         return Hooks(self.wait, self.bytes_landed, self.count, self.layer_done, self.say)
 
     def say(self, lines: str) -> None:
-        """Print lines for the user, above what is under way."""
+        """Print lines for the user, above the bar."""
         if self._is_quiet or not lines:
             return
         with self._lock:
@@ -144,7 +144,7 @@ class Console:
         return failure
 
     def show(self, progress: Progress) -> None:
-        """Let the bar tell of this from now on."""
+        """Make the bar show this progress from now on."""
         if self._is_quiet:
             return
         with self._lock:
@@ -159,15 +159,15 @@ class Console:
                 self._thread.start()
 
     def wait(self, label: str) -> None:
-        """Show that something is under way of which it is not known how much is left."""
+        """Show a phase of unknown length."""
         self.show(Phase(label))
 
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
-        """Show the progress in bytes of something; without a label, of what is under way."""
+        """Show progress in bytes; without a label, of the current phase."""
         self._reach(label, done_bytes, total_bytes, "B" if self.is_decimal else "iB")
 
     def count(self, done: int, total: int, label: str) -> None:
-        """Show the progress of something that is counted."""
+        """Show progress as a count."""
         self._reach(label, done, total)
 
     def follow(self, run: "Run", plan: "MemoryPlan", max_new_tokens: int | None) -> None:
@@ -183,7 +183,7 @@ class Console:
 
     @contextmanager
     def keeping(self, kept: str) -> Iterator[None]:
-        """Show what is written to a file, and let what would end the program wait until it is."""
+        """Show that a file is written; signals that would end the program wait until it is."""
         with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             try:
                 self.show(Phase(f"keeping {kept}"))
@@ -207,7 +207,7 @@ class Console:
             self._has_ended.clear()
 
     def _reach(self, label: str, done: float, total: float, unit: str = "") -> None:
-        """Note how far the phase under way is, or a new one where it has another label."""
+        """Update the current phase, or begin one if the label is another."""
         shown = self.progress
         if not isinstance(shown, Phase) or label not in ("", shown.label):
             # what an earlier run has done is no part of this one's speed

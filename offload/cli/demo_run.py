@@ -44,7 +44,7 @@ class ShownPass(NamedTuple):
 
 
 def usual_pass(passes: list[StepMetrics]) -> ShownPass | None:
-    """Return the pass that kept as many guesses as most, by the median; None without guesses.
+    """Return a pass that kept the median number of guesses; None without guesses.
 
     The last pass is left out: the text may end within it.
     """
@@ -57,7 +57,7 @@ def usual_pass(passes: list[StepMetrics]) -> ShownPass | None:
 
 
 def tree_lines(shown: ShownPass, text_of: Callable[[int], str]) -> str:
-    """Return the drawing of a pass, with what it means first; `text_of` gives a token's text."""
+    """Return the drawing of a pass below a legend; `text_of` returns a token's text."""
     figures = shown.figures
     num_below = [0] * len(figures.parents)
     for node in range(len(figures.parents) - 1, 0, -1):  # parents come before their children

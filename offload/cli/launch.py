@@ -74,7 +74,7 @@ def launch(
 
 
 def _value_of(flag: str, command: Sequence[str]) -> str | None:
-    """Return the last value of a flag in a command line; None where it has none."""
+    """Return the last value of a flag in a command line; None without the flag."""
     words = zip(command, [*command[1:], ""], strict=True)
     given = [
         behind if word == flag else word.partition("=")[2]
@@ -128,7 +128,7 @@ def plan_launch(
 
 
 def run_ranks(plan: Launch) -> tuple[int, list[str]]:
-    """Start the ranks, wait for them; return an exit code, and lines for those that said none."""
+    """Start the ranks and wait; return an exit code, and lines for ranks that printed none."""
     # what torchrun would log stands in the code and lines that are returned
     import logging
 
@@ -178,7 +178,7 @@ def run_ranks(plan: Launch) -> tuple[int, list[str]]:
 
 @contextmanager
 def _announced(plan: Launch) -> Iterator[None]:
-    """Tell what is under way until ranks do: torch's launcher is slow, and hosts wait."""
+    """Show a line until ranks do: torch's launcher is slow, and hosts wait for others."""
     with Console(OutputOptions(quiet=ask_for_silence(plan.command))) as console:
         console.wait(f"starting {plural(plan.num_here, 'rank')}")
         yield
@@ -223,7 +223,7 @@ def verdict(
 
 
 class _Presses:
-    """Counts Ctrl-C: the first goes to the ranks, some more in a row kill what does not end."""
+    """Counts Ctrl-C: the first is passed to the ranks, a few more in a row kill them."""
 
     def __init__(self, num_killing: int) -> None:
         self._num_killing = num_killing

@@ -41,7 +41,7 @@ _PARTS = (
 def libraries(
     console: Console, before_leaving: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Import what computes, while a line says so; its warnings become lines of the console.
+    """Import torch and transformers while a line says so; show their warnings as lines.
 
     `before_leaving` is called where Ctrl-C ends the program meanwhile.
     """

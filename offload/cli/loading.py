@@ -84,7 +84,7 @@ class Loading:
         tells_tree: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> Iterator["Decoder"]:
-        """Load it, as the console shows, and tell what runs; raises what `offload.load` raises.
+        """Load the models with progress, and print what runs. Raises as `offload.load` does.
 
         Args:
             request: the first one.
@@ -115,7 +115,7 @@ class Loading:
 
 @contextmanager
 def making_target(console: Console) -> Iterator[Progress]:
-    """Yield what shows how far a packaged target is; where one was made, say that it stays."""
+    """Yield a callback that shows the making of a packaged target; say that a made one is kept."""
     made_bytes = 0
 
     def landed(done_bytes: int, total_bytes: int) -> None:

@@ -35,7 +35,7 @@ class Progress:
 
 @dataclass
 class Phase(Progress):
-    """Work in progress, whose share done may be known."""
+    """A phase of work, with the share done if it is known."""
 
     label: str
     done: float = 0

@@ -18,7 +18,7 @@ _WHAT = "the prompt"
 
 
 def prompts_of(text: TextOptions, *, as_json: bool) -> Path | None:
-    """Return the file of many prompts, told by its name, or None. Raises `UserError` for a misuse."""
+    """Return a file of many prompts, by its name, else None. Raises `UserError` for misuse."""
     file = text.file
     prompts = file if file is not None and file.suffix == _MANY else None
     if file is not None and text.prompt is not None:
@@ -72,7 +72,7 @@ def with_system(text: str, system: str | None, *, raw: bool) -> "Prompt | None":
 
 
 def found_session(path: Path | None, models: ModelOptions) -> Path | None:
-    """Return the session's file, None if there is none. Raises `UserError` if it cannot be written."""
+    """Return the session's file, None if it is not there. Raises `UserError` if it cannot be written."""
     if path is None:
         return None
     if (sharing := shared_by(models.device, models.ranks)) is not None:

@@ -29,14 +29,14 @@ def takes_ranks(command: Sequence[str]) -> bool:
 
 
 def names_ranks(command: Sequence[str]) -> bool:
-    """Return True if the command says what each rank does."""
+    """Return True if the command has `--ranks`."""
     return any(word.split("=")[0] == "--ranks" for word in command)
 
 
 def begin(command: Sequence[str], settings: Mapping[str, object]) -> RankInfo | None:
     """Become a rank, if the command is for many ranks and a launcher started this process.
 
-    `own` are settings from elsewhere, by parameter. Raises `UserError`.
+    `settings` come from the environment and config.toml, by parameter. Raises `UserError`.
     """
     # for a bench, the last argument
     is_told = names_ranks(command) or settings.get("ranks") or os.environ.get("OFFLOAD_RANKS")

@@ -55,7 +55,7 @@ def opening_lines(
 
 
 def place_line(name: str, plan: "MemoryPlan", *, is_decimal: bool = False) -> str:
-    """Return where the layers lie, and what a sweep moves."""
+    """Return a line with the places of the layers and the bytes that a sweep moves."""
     from offload.memory.tiers import LayerTier
 
     num_layers = len(plan.layer_bytes)

@@ -16,7 +16,7 @@ _NAMED = re.compile(r" *(?=\S)[^\n]{1,20}?\S {2,}(?=\S)")
 
 
 def columns(stream: TextIO) -> int:
-    """Return the width of the terminal behind a stream; 80 if there is none or it does not tell."""
+    """Return the columns of the terminal behind a stream; 80 if they are unknown."""
     try:
         width = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):

@@ -58,7 +58,7 @@ def write_text(
 
 
 def _begun_text(decoder: Decoder, path: Path | None, prompt: Prompt | None) -> Prompt:
-    """Return the prompt of a run whose text this session file keeps; None continues the text there."""
+    """Return the prompt of a run with this session file; None continues the file's text."""
     if path is None or not path.exists():
         return prompt or ""
     tokens, messages, _ = decoder.load_session(path)

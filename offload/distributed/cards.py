@@ -107,7 +107,7 @@ def _watch(process: "subprocess.Popen[bytes]", place: RankInfo, is_over: threadi
 
 
 def serve_card() -> None:
-    """Be one of the processes: load what standard input says, serve until rank 0 ends."""
+    """Run as one card's process: load the options from standard input, serve until rank 0 ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # without a buffer, whose lock a thread would hold at the interpreter's end
@@ -119,7 +119,7 @@ def serve_card() -> None:
 
 
 def _serve(place: RankInfo, given: dict[str, Any]) -> int:
-    """Serve to the end; return an exit code. What it fails for is told to rank 0."""
+    """Serve to the end; return an exit code. An error is reported to rank 0."""
     from offload.engine.load import open_decoder, warned
 
     notes = list[str]()

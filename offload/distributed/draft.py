@@ -212,7 +212,7 @@ def load_draft(
 
 
 def serve_draft(transport: Transport, tree: DraftTree) -> None:
-    """Draft until the head says stop. Raises `RankError` for its loss, and what a pass raises."""
+    """Draft until the head says stop. Raises a pass's errors, and `RankError` for a lost head."""
     service = _DraftService(transport, tree)
     acts: Acts = {Reset: service.begin, Accept: service.accept, Grow: service.grow}
     obey(transport, HEAD, Channel.DRAFT, acts, between=service.step)

@@ -340,7 +340,7 @@ class Head:
         self._tell("dead" if back.is_dead else "drawn", back.run, len(back.tokens))
 
     def _take_guesses(self, guessed: Guessed) -> None:
-        """Take guesses; none means that no more are worth it, unless the draft had another root."""
+        """Add the draft's guesses; none for the current root means that none is worth it."""
         if self._num_stale:
             self._num_stale -= 1
             return

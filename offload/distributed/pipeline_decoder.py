@@ -81,7 +81,7 @@ class RemoteTarget:
         return tensor
 
     def figures(self) -> list[RankFigures]:
-        """Return none: stages report none."""
+        """Return no figures: stages report none."""
         return []
 
 

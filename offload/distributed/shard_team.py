@@ -62,7 +62,7 @@ class Shards(Team):
         cut_model(meta_model, self.sharding, self.exchange)
 
     def tell_plan(self, plan: MemoryPlan) -> None:
-        """Let the others plan for as many rows and positions. Raises `UserError`."""
+        """Make the other ranks plan for this plan's rows and positions. Raises `UserError`."""
         broadcast_from_head(self.exchange.transport, (plan.num_nodes, plan.context), _Planned)
         agree_on(self.exchange.transport)
 

@@ -256,7 +256,7 @@ def shard_files(files: ModelFiles, sharding: Sharding, rank: int) -> ModelFiles:
 
 
 def layers_alone(checkpoint: Checkpoint) -> Section:
-    """Return the section of all layers, without what lies around them."""
+    """Return the section of all layers, without embeddings and head."""
     return Section(
         0, config_sizes(checkpoint)["num_hidden_layers"], has_table=False, has_head=False
     )

@@ -127,7 +127,7 @@ class ShardedTarget(Target):
 
 
 class _HeadCache(KVCache):
-    """A cache that tells the other ranks what happens to its rows; `text` is its number there."""
+    """A cache whose changes the other ranks repeat in theirs; `text` is its number there."""
 
     def __init__(self, tell: Tell, text: int, *args: Any) -> None:
         super().__init__(*args)

@@ -47,7 +47,7 @@ class RankCapacity(NamedTuple):
         gpu_bytes: int | None,
         **labels: Any,
     ) -> "RankCapacity":
-        """Return the capacity left beside what a plan holds and other keys and values."""
+        """Return the capacity that is left after a plan's fixed parts and other keys and values."""
         held_bytes = held.fixed_bytes - held.kv_bytes + kv_bytes
         if gpu_bytes is None:
             return cls(ram_bytes - held_bytes, **labels)
@@ -189,7 +189,7 @@ def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
 
 
 def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: float) -> float:
-    """Return the link's seconds for layers, beside what a rank holds if all stay, or it streams."""
+    """Return the seconds that a rank's link needs for these layers: 0 if all of them stay."""
     if own_bytes + kv_bytes <= rank.memory_bytes * (1 + 1e-12):  # by rounding it may be more
         return 0.0
     streamed_bytes = own_bytes - max(0.0, rank.memory_bytes - held_bytes)

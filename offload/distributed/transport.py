@@ -63,7 +63,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Transport:
-    """One rank's connections to all others, over process groups that nothing else uses.
+    """One rank's connections to all others, over process groups of their own.
 
     Every method except `fail` and `close` raises `RankError` if a peer is lost.
 
@@ -121,7 +121,7 @@ class Transport:
             return None
 
     def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
-        """Return one of these whose next order has arrived, or never will; nothing is taken."""
+        """Wait for an order of one of these, or its loss; return which one, and take nothing."""
         boxes = {way: self._box(*way) for way in ways}
         with self._arrived:
             while (
@@ -157,7 +157,7 @@ class Transport:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def lost(self) -> RankError | None:
-        """Return the error that `receive` would raise now, None unless a rank is known to be lost."""
+        """Return the error that `receive` would raise now; None if no rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
     def note_work(self, kind: str, *, is_under_way: bool) -> None:

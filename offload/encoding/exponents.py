@@ -81,7 +81,7 @@ def distance_bytes(num_weights: int, width: int) -> int:
 
 
 def width_of(num_weights: int, num_bytes: int) -> int | None:
-    """Return the width in bits of distances that take this many bytes, or None if none fits."""
+    """Return the width in bits at which distances take this many bytes; None if no width does."""
     return next(
         (width for width in _WIDTHS if distance_bytes(num_weights, width) == num_bytes), None
     )

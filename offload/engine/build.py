@@ -196,7 +196,7 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
 def send_beside_layers(
     device: Device, resources: ExitStack, *models: TreeModel | None
 ) -> list[str]:
-    """Let what these models send bypass the layers that stream to a GPU; return lines for the user."""
+    """Make these models send inputs past the layers that stream to a GPU; return notes."""
     refusal = device.open_uploads(resources)
     for model in filter(None, models):
         model.set_uploader(device.upload)

@@ -126,7 +126,7 @@ class CachePool:
             self._prefixes.fill(sequence.caches, sequence.tokens)
 
     def keep(self, sequence: TokenSequence) -> None:
-        """Keep what was computed of a text for others that begin alike, see `PrefixCache`."""
+        """Keep a text's computed rows for others with the same beginning, see `PrefixCache`."""
         if self._prefixes is not None:
             self._prefixes.keep(sequence.caches, sequence.tokens)
 
@@ -157,7 +157,7 @@ class CachePool:
         return free
 
     def _copied(self, cache_set: _CacheSet, tokens: list[int], num_kept: int) -> int:
-        """Copy what another set holds in addition of these tokens; return the number then held."""
+        """Copy the rows of these tokens that only another set holds; return the number held."""
         others = [(self._num_to_keep(other, tokens), other) for other in self._sets]
         most_shared, other = max(others, key=lambda pair: pair[0])
         if other is cache_set or most_shared < num_kept + LEAST_COPIED:

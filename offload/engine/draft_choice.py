@@ -92,7 +92,7 @@ def settle_draft(
 
 
 def with_draft(options: LoadOptions, name: str) -> LoadOptions:
-    """Return the options with this draft, or none, and without a tree that nothing would fill."""
+    """Return the options with this draft; without one, and without sources, also without a tree."""
     if name != _NONE:
         return replace(options, draft=name)
     has_sources = options.lookup is not False or options.ngram or options.datastore
@@ -181,7 +181,7 @@ def _s_per_token(decoder: Decoder, sampling: Sampling, best_s: float) -> float:
 
 
 def _kept(place: Path) -> DraftTrials | None:
-    """Return an earlier choice; None if there is none that can be read."""
+    """Return an earlier choice; None if no readable one was kept."""
     if not place.is_file():
         return None
     try:

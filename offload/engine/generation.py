@@ -118,7 +118,7 @@ class OutputDelta(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """Iterate for pieces of text as they are accepted; `result()` tells at any time what there is.
+    """Iterate for pieces of text as they are accepted; `result()` returns the text so far.
 
     A run that was left or interrupted goes on when iterated again; a finished one gives nothing
     more.

@@ -57,7 +57,7 @@ class Identities:
         }
 
     def _identify(self, part: str, checkpoint: Checkpoint, most_bytes: int) -> None:
-        """Note what is known without reading; a missing sum is computed if little is missing."""
+        """Note the identity that is known without reading weights, and begin a missing sum."""
         self._known[part] = identity_of(checkpoint)
         if checkpoint.num_bytes <= most_bytes and not self._known[part].has_sum:
             self._sums[part] = BlockSum(checkpoint)

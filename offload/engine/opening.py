@@ -34,7 +34,7 @@ from offload.streaming.layers import open_layers
 
 
 def open_setup(setup: Setup, request: Request | None = None, transport: Any = None) -> Decoder:
-    """Build, read and calibrate what `resolve` decided. Raises what `load` raises."""
+    """Build, read and calibrate the models of a setup. Raises as `load` does."""
     roles = setup.options.roles()
     with setup.device.computing(), ExitStack() as resources:
         if roles is None:
@@ -88,7 +88,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
 
 
 def _measure(pair: ModelPair, trees: RunTrees, team: Team, resources: ExitStack) -> DecoderConfig:
-    """Read what lies around the layers, try out how to compute, settle the tree and its memory."""
+    """Read embeddings and head, calibrate products and threads, choose and plan the tree."""
     setup = pair.setup
     options = setup.options
     hooks = setup.hooks

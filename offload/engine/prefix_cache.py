@@ -287,7 +287,7 @@ class PrefixCache:
         return is_there
 
     def fill(self, caches: Caches, tokens: Sequence[int]) -> None:
-        """Load what is kept of a text into its caches, after what they hold of it."""
+        """Load a text's kept blocks into its caches, behind the rows that they hold already."""
         most_rows = len(tokens) - 1
         for part, cache in caches.saved().items():
             while True:

@@ -134,7 +134,7 @@ class TreeSelector:
 def profile_for(
     spec: TreeSpec, find: FindProfile, settings: RunSettings
 ) -> tuple[Profile | None, str]:
-    """Return the profile of a run, or None and why there is none.
+    """Return the profile for a run's settings; else None and the reason.
 
     Raises `UserError` for one that the user has named for other runs, unless the tree does without.
     """

@@ -66,7 +66,7 @@ class _TokenScore(NamedTuple):
 
 
 class Scorer:
-    """Scores texts in a cache that nothing else uses, by passes of at most `max_rows` rows.
+    """Scores texts in a cache of its own, by passes of at most `max_rows` rows.
 
     A pool may lend it the cache, as it does to a text. Raises `UserError` for a text without a
     beginning.

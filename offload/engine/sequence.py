@@ -67,7 +67,7 @@ class Caches(NamedTuple):
         self.rejoin()
 
     def copy_from(self, other: "Caches", num_tokens: int) -> None:
-        """Take over another text's rows of its first tokens, and nothing else."""
+        """Copy another text's cache rows of the tokens that both begin with."""
         self.target.copy_from(other.target, num_tokens)
         self.draft.copy_from(other.draft, num_tokens)
 
@@ -77,7 +77,7 @@ class Caches(NamedTuple):
         return {part: cache for part, cache in parts if cache is not None}
 
     def rejoin(self, most_lost: int = sys.maxsize) -> None:
-        """Let the target compute again what its drafter missed, if it can go back there.
+        """Go back to where the drafter missed states, if the target's cache can.
 
         Recurrent layers have states at a few positions only. If they cannot go back, or more than
         `most_lost` rows are missing, these stay missing.

@@ -92,7 +92,7 @@ class Setup:
 
     @property
     def minimal_plan(self) -> MemoryPlan:
-        """Return the plan without a tree, whose context and way of experts hold for all plans."""
+        """Return the plan without a tree, whose context and way of experts all plans keep."""
         return self.plan_for(1)
 
     @property
@@ -136,7 +136,7 @@ class Setup:
 
     @cached_property
     def find_profile(self) -> FindProfile:
-        """Return a finder of the profile for settings and rule, which says why there is none."""
+        """Return a function that finds the profile for settings and a rule, or the reason for none."""
         if self.options.has_no_profile:
             return lambda *_: NOT_WANTED
         return profile_finder(

@@ -197,7 +197,7 @@ class SpeculationStep:
         )
 
     def _observe(self, text: TokenSequence) -> None:
-        """Let the drafter read what a pass has computed of a prompt, and keep it for other texts."""
+        """Pass a prompt's hidden states to the drafter, and keep its rows for other texts."""
         self._drafter.observe(text.tokens, text.caches.draft)
         self._keep(text)
 

@@ -58,7 +58,7 @@ class Team:
         return setup
 
     def tell_plan(self, plan: "MemoryPlan") -> None:
-        """Let the others load what the plan leaves to them. Raises `UserError` if one cannot."""
+        """Send the plan to the other processes, which load. Raises `UserError` if one cannot."""
 
     def target(self, *args: Any, **kwargs: Any) -> "Target":
         """Return a `Target` of these arguments, which speaks for all."""

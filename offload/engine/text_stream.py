@@ -28,7 +28,7 @@ class TokenPieces:
         self._tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """Return the text of a token; what is half a character stands as a replacement."""
+        """Return the text of a token, with U+FFFD for incomplete characters."""
         return self.bytes_of(token).decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:

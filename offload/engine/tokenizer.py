@@ -34,7 +34,7 @@ Tokenizer: TypeAlias = Any
 
 
 def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
-    """Return the tokenizer in a folder or GGUF file; None for none. Raises `UserError`."""
+    """Return the tokenizer in a folder or GGUF file, None if it has none. Raises `UserError`."""
     from transformers import AutoTokenizer
 
     safety = {"trust_remote_code": False, "local_files_only": True}
@@ -124,7 +124,7 @@ def foreign_note(foreign_ids: Sequence[int]) -> str:
 
 
 def require_described_vocabulary(files: ModelFiles) -> None:
-    """Do what `require_one_vocabulary` does, as far as files here tell without transformers."""
+    """Check as `require_one_vocabulary` does, as far as local files allow without transformers."""
     both = [checkpoint for checkpoint in files if checkpoint is not None and not checkpoint.is_copy]
     if len(both) < 2:
         return
@@ -225,7 +225,7 @@ def _ids_in(directory: Path) -> dict[str, int] | None:
 
 
 def _config_beside(directory: Path) -> Any:
-    """Return the tokenizer's settings in the model's config; None where there is none.
+    """Return the tokenizer's settings in the model's config; None if it has no config.
 
     Raises `OSError`, `ValueError`. The library takes a file that the disk does not give for none,
     and may choose another class of tokenizer: other ids.

@@ -127,7 +127,7 @@ class TooLittleMemoryError(UserError):
 
 
 def _smaller_runs(plan: Callable[[MemoryBudget], MemoryPlan], budget: MemoryBudget) -> str:
-    """Return ` or lower ...`, with the largest values that work; nothing where none does."""
+    """Return ` or lower ...` with the largest values that work; an empty string if none does."""
     context = budget.positions
     parallel = budget.parallel
     longest = _most(lambda positions: plan(replace(budget, context=positions)), context)
@@ -154,7 +154,7 @@ def _is_refused(plan: Callable[[int], object], number: int) -> bool:
 
 
 def with_coded_rows(target: Checkpoint, shape: ModelShape, budget: MemoryBudget) -> ModelShape:
-    """Return a model whose keys and values lie in eight bits, with a factor for each row of a head.
+    """Return the shape with keys and values in eight bits, a factor for each row of a head.
 
     The layer that runs has those of all texts expanded. Raises `UserError` for families that expand
     what they keep, or choose by an index.
@@ -270,7 +270,7 @@ class _MemoryLayout(NamedTuple):
         return RUNTIME_BYTES + (COMPILER_BYTES if _HAS_COMPILER and is_compiled else 0)
 
     def _without_layers(self) -> MemoryPlan:
-        """Return the plan of all that stands beside layers, which are all on the disk."""
+        """Return the plan of everything but layers, which are all on the disk."""
         target, draft, budget, num_nodes, prompt_rows = self
         context = budget.positions
         parallel = budget.parallel

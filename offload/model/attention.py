@@ -163,7 +163,7 @@ def biased_attention(
 
 
 def scale_by_position(layers: Iterable[nn.Module]) -> None:
-    """Let layers whose attention has a temperature by position scale queries by `position_ids`.
+    """Make layers with an attention temperature by position scale queries by `position_ids`.
 
     These are Llama 4's layers without rotary positions. transformers takes a row's index as its
     position, which is wrong for rows of a tree; for rows in order the results are equal.

@@ -239,7 +239,7 @@ class BoundModel:
         return sum(slab.layout.slab_bytes for slab in self._companions) + own_bytes
 
     def bring_samples(self, fetch: Fetch) -> None:
-        """Let a few experts stand for all that come on demand, for trials and timing."""
+        """Load a few experts of each layer, which stand for all of them in trials and timing."""
         if self.experts:
             self.bring_experts(sample_of(self.experts[0].records, fetch, self.torch_device))
 

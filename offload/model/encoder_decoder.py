@@ -79,7 +79,7 @@ class SourceCache(KVCache):
 
 
 class EncoderDecoderModel(TreeModel):
-    """A `TreeModel` whose `encode_prompt` runs the encoder; all passes are those of the decoder."""
+    """A `TreeModel` whose `encode_prompt` runs the encoder; passes run the decoder."""
 
     def __init__(self, checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
         super().__init__(checkpoint, *args, **kwargs)

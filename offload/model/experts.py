@@ -161,7 +161,7 @@ class RoutedExperts(NamedTuple):
 def find_experts(
     block: nn.Module, stored: Mapping[str, Stack]
 ) -> tuple[RoutedExperts | None, set[str]]:
-    """Return a layer's experts, None if it has none, and the names of their stacks."""
+    """Return a layer's module of experts (None if it has none) and the names of their stacks."""
     for name, module in block.named_modules():
         if not _are_experts(module):
             continue
@@ -179,7 +179,7 @@ def find_experts(
 
 
 def sample_of(records: Sequence[SlabLayout], fetch: Fetch, device: torch.device) -> Bring:
-    """Let a few of these stand for all experts, for trials and timing before all have room."""
+    """Make a few experts stand for all, for trials and timing before all have room."""
     num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
     slabs = [(record, torch.from_numpy(fetch(record)).to(device)) for record in records[:num_slabs]]
 

@@ -93,7 +93,7 @@ def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def _kept(checkpoint: Checkpoint) -> ModelSpec | None:
-    """Return the known layers of a checkpoint; None where it was not built."""
+    """Return the layers of a checkpoint that was built before; None for another."""
     spec = (
         ModelSpec(layers=checkpoint.layers) if checkpoint.layers else kept_spec(_key_of(checkpoint))
     )

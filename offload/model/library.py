@@ -39,7 +39,7 @@ def library_error(missing: str) -> UserError:
 
 
 def version_notes() -> list[str]:
-    """Return a line for the user if transformers is newer than the tested ones, else none."""
+    """Return a note for the user if transformers is newer than the tested versions."""
     newest = TESTED[1]
     installed = transformers.__version__
     if _minor(installed) <= _minor(newest):

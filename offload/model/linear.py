@@ -141,7 +141,7 @@ def inner_of(module: nn.Module) -> nn.Module:
 
 
 def replace_linears(model: nn.Module, gates: tuple[str, ...] = ()) -> None:
-    """Replace every module that does what `nn.Linear` does and nothing else.
+    """Replace every plain `nn.Linear` of a model by `Linear`.
 
     `gates` are the names of those that the family widens to float32.
     """
@@ -154,7 +154,7 @@ def replace_linears(model: nn.Module, gates: tuple[str, ...] = ()) -> None:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Tell whether a module does what `nn.Linear` does; routers may be derived from it."""
+    """Return True if a module's forward is `nn.Linear`'s own; routers may be derived from it."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -249,7 +249,7 @@ class InParts(Around):
 
 
 def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
-    """From now on let the feed-forwards of these layers take wide passes in parts, if they can."""
+    """Replace the plain feed-forwards of these layers by `InParts`."""
     for layer in layers:
         if is_plain(layer):
             inner: Any = layer.mlp

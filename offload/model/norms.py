@@ -23,7 +23,7 @@ _NUM_ROWS = 16
 
 
 def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
-    """Return all norms of a model whose forms are known, whether their weights are there or not."""
+    """Return a model's norms of known forms, with or without loaded weights."""
     norms = list[tuple[nn.Module, NormForm]]()
     form_of = dict[object, NormForm | None]()
     for module in map(inner_of, model.modules()):
@@ -58,7 +58,7 @@ class KernelNorm(Around):
 
 
 def set_norm_kernel(model: nn.Module, normalize: Normalize | None) -> None:
-    """Let `normalize` compute every norm whose form is known; with None they stay as they are."""
+    """Make `normalize` compute every norm of a known form; None leaves the library's code."""
     if normalize is None:
         return
     names = {inner_of(module): name for name, module in model.named_modules()}

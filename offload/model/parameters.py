@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 class ParameterPlace(NamedTuple):
-    """Where one parameter (or saved buffer) hangs, and what is there while nothing is streamed."""
+    """The attribute of one parameter or saved buffer, and its value between layers."""
 
     table: dict[str, Tensor | None]
     key: str

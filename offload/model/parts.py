@@ -82,7 +82,7 @@ def running_parts() -> Sequence[BatchPart]:
 
 
 class PassCache(Cache):
-    """What a pass takes for its cache: each row goes to that of its own text.
+    """The cache of one pass: passes each row on to the cache of its text.
 
     A layer gets what its text has up to the last row; of several texts it gets the buffers of all,
     as wide as they are.
@@ -106,7 +106,7 @@ class PassCache(Cache):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let mixers that run meanwhile in this thread take their rows for those of this pass."""
+        """Make this pass's parts those of the mixers that run in this thread meanwhile."""
         token = _RUNNING.set(self.parts)
         try:
             yield
@@ -138,7 +138,7 @@ class _PassLayer(DynamicLayer):
         return index[0, 0]
 
     def _written(self, states: LayerStates) -> list[Tensor]:
-        """Write the rows (1, G, T, K), and return what there is of these names."""
+        """Write the rows (1, G, T, K) by name, and return all rows of these names."""
         first = self._parts[0]
         if self._slot_T is not None:
             first.cache.write_slots(self._layer, self._slot_T, states)
@@ -167,7 +167,7 @@ class _PassLayer(DynamicLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, position_ids: Tensor) -> None:
-        """Do nothing: a family would keep those of its rows there."""
+        """Do nothing; a family stores its rows' positions there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

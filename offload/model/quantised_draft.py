@@ -199,7 +199,7 @@ class HeldWeights:
         return sum(matrix.num_bytes for matrix in self._matrices) + self._scratch_B.nbytes
 
     def set_kernel(self, kernel: MultiplyInt4 | None) -> None:
-        """Let this kernel multiply few rows where the matrices lie; with None they are expanded."""
+        """Set the kernel for few rows on the matrices' device; None expands them instead."""
         self._kernel = kernel
 
     def for_kernel(self) -> list[Int4]:
@@ -208,7 +208,7 @@ class HeldWeights:
         return [matrix for matrix in held if can_multiply(1, matrix.scale.dtype)]
 
     def take(self, linear: Linear) -> None:
-        """Let a module multiply with a matrix that is held here; its own weight goes."""
+        """Make a module multiply with a matrix that is held here, and drop its own weight."""
         self._hold(linear, matrix_of(linear.weight.detach(), self._bits))
 
     def _hold(self, linear: Linear, matrix: Int4 | Int8) -> None:
@@ -218,7 +218,7 @@ class HeldWeights:
         linear.stored = _HeldMatrix(self, matrix)
 
     def share(self, linear: nn.Module, companions: Mapping[str, Tensor], num_rows: int) -> None:
-        """Let a module multiply with the copy that its target expands weights beside."""
+        """Make a module multiply with the copy from which the target's weights are expanded."""
         assert isinstance(linear, Linear), "others are not copied"
         word_BKH = companions["word"]
         is_on_cpu = word_BKH.device.type == "cpu"
@@ -259,7 +259,7 @@ class HeldWeights:
                 self._most_rows[bits] = self._tried(largest) if largest.has_product else 0
 
     def multiply(self, matrix: Int4 | Int8, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """Return rows times the transposed matrix, by whichever way is quicker for as many."""
+        """Return rows @ matrix^T, by the way that is fastest for this number of rows."""
         row_MK = rows.reshape(-1, rows.shape[-1])
         is_for_it = can_multiply(len(row_MK), row_MK.dtype)
         if self._kernel is not None and isinstance(matrix, Int4) and is_for_it:

@@ -30,7 +30,7 @@ _FEW_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What all layers hold behind the first `length` positions of a text; behind none, nothing."""
+    """The states of all layers after the first `length` positions of a text; empty for 0."""
 
     length: int
     # (R, C): the last inputs of a layer's convolution
@@ -215,7 +215,7 @@ class RecurrentCache(KVCache):
         return point
 
     def _begin_anew(self) -> None:
-        """Note that there are no rows behind what is committed, and nothing promised."""
+        """Reset to the committed rows: no others, and no expectations."""
         self._tree = RowTree()
         self._trunk = Point(0)
         # states before that, behind parts of the rows that are certain
@@ -260,7 +260,7 @@ class RecurrentCache(KVCache):
             self._mark = Point(0)
 
     def restore(self, point: Point) -> None:
-        """Continue from states that lie in a file, or anywhere else; see `hold`."""
+        """Continue from states that were saved; see `hold`."""
         tails, states = (
             {layer: self.send(state.clone()) for layer, state in kind.items()}
             for kind in (point.tails, point.states)

@@ -47,7 +47,7 @@ class RowTree:
         return len(self.parents)
 
     def add(self, sees_TU: NDArray[np.bool_]) -> None:
-        """Append T rows; `sees_TU` tells which of U rows lie on each path, its row included."""
+        """Append T rows; `sees_TU` is True for the U rows on each path, its own row included."""
         if not len(sees_TU):
             return
         depth_T = sees_TU.sum(1)

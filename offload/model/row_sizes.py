@@ -165,7 +165,7 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
 
 
 def _cancelling_rows(factor_NK: Tensor, chance: torch.Generator) -> Tensor:
-    """Return rows whose products with some columns of a factor all but vanish.
+    """Return rows whose products with some columns of a factor nearly cancel to 0.
 
     The second half of each sum undoes the first, by least squares; what rounding to the factor's
     type leaves is small beside what is added up.
@@ -182,7 +182,7 @@ def _cancelling_rows(factor_NK: Tensor, chance: torch.Generator) -> Tensor:
 
 
 def _strided_like(factor: Tensor, stack: tuple[int, ...]) -> Tensor:
-    """Return an empty factor, or a stack of such, whose numbers lie as far from each other."""
+    """Return an uninitialised matrix, or a stack of them, with the strides of this one."""
     shape = factor.shape[-2:]
     stride = factor.stride()[-2:]
     if 0 in stride:

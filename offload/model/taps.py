@@ -25,7 +25,7 @@ from offload.model.library import PreTrainedModel
 
 
 class Taps(NamedTuple):
-    """Hidden states of a target: what enters these layers, and what its final norm gives.
+    """The hidden states that a target keeps: inputs of these layers, the final norm's output.
 
     States lie in a row by rising numbers, the normed one last. A layer's number may be the number of
     layers: that is what leaves the last one, before the norm.

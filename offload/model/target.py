@@ -172,7 +172,7 @@ class Target:
     def score_rows(
         self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache
     ) -> Logits:
-        """Return logits after rows of any shape behind what a cache has committed; commit nothing.
+        """Return logits of rows of any tree shape after a cache's committed rows; commit none.
 
         `offsets` are positions from there on; a row sees those before it that `sees_TT` says.
         """

@@ -176,7 +176,7 @@ class TreeModel(BoundModel):
 
     @contextmanager
     def _call_head(self, out: Any) -> Iterator[None]:
-        """Let passes meanwhile end with what the decoder has given, without running it."""
+        """Make passes meanwhile compute the head alone, from these outputs of the decoder."""
         whole = self.meta_model
         self.meta_model = head_alone(whole, out)
         try:
@@ -238,7 +238,7 @@ class TreeModel(BoundModel):
         """Let `cache` have what an encoder makes of a prompt; `begin` is called before it runs."""
 
     def set_batch_invariant(self, rows: Products | None) -> None:
-        """Let a row's numbers not depend on other rows from now on; None is the quickest way again.
+        """Make a row's numbers independent of other rows; None restores the fastest way.
 
         Raises `UserError` where this family's attention cannot be ours.
         """
@@ -250,7 +250,7 @@ class TreeModel(BoundModel):
         self._multiply_by(rows)
 
     def _multiply_by(self, rows: Products | None) -> None:
-        """Let all parts of the model use these products; None restores the usual ones."""
+        """Set the products that all parts of the model use; None restores torch's."""
         # a GPU has quicker ways than expert by expert, for experts that are there all at once
         is_usual = rows is None and self.torch_device.type != "cpu" and not self.experts
         if self._usual_experts is not None:
@@ -280,7 +280,7 @@ class TreeModel(BoundModel):
         self._replay = None
 
     def _takes_paths(self) -> bool:
-        """Let all of the attention be ours, even with caps or sinks, or leave it as it was."""
+        """Replace the attention of all layers by ours, including caps and sinks, or of none."""
         model = self.meta_model
         if model.config._attn_implementation != attention.NAME:
             with suppress(ValueError):
@@ -340,7 +340,7 @@ class TreeModel(BoundModel):
         return self._send_by(tensor)
 
     def set_attention_kernel(self, kernel: Attend | None) -> None:
-        """Let rows attend along their paths by this kernel, if the family's attention can be ours.
+        """Set the kernel by which rows attend along their paths, if the family allows that.
 
         Where layers choose, the kernel's reference goes on.
         """

@@ -77,13 +77,13 @@ def is_widened(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _are_alike(rows: Tensor, weight: Tensor) -> bool:
-    """Tell whether numbers and their count agree; where not, the library has its say."""
+    """Return True if widths and types agree; otherwise the library raises its own error."""
     return rows.dtype == weight.dtype and rows.shape[-1] == weight.shape[1]
 
 
 @cache
 def _is_supported(dtype: torch.dtype) -> bool | None:
-    """Tell whether the library has such products; None where there is no library to ask."""
+    """Return True if oneDNN has such products, None if torch was built without it."""
     ask = getattr(torch.ops.mkldnn, _IS_SUPPORTED[dtype], None)
     return None if ask is None or not mkldnn.is_available() else ask()
 

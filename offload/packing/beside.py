@@ -52,14 +52,14 @@ SUFFIXES = (*WORDS, *COMPANIONS)
 
 
 class BesideWords(NamedTuple):
-    """Some rows of a matrix: the copy, and what it does not say."""
+    """Some rows of a matrix, encoded: their 4-bit copy and the residual beside it."""
 
     copy: Int4Words
     residual: ResidualWords
 
 
 def encode_beside(weight_NK: Tensor) -> BesideWords:
-    """Return the copy of some rows, and the residual beside it."""
+    """Encode some rows as a 4-bit copy and the residual beside it."""
     num_columns = weight_NK.shape[1]
     group = group_of(num_columns)
     assert group is not None, "others are packed otherwise"
@@ -144,7 +144,7 @@ def _decoded(
     copy: tuple[Tensor, Tensor],
     start_3T: Tensor,
 ) -> np.ndarray:
-    """Return the rows whose low bytes lie at this place."""
+    """Decode the rows whose low bytes lie at this place of the file."""
     low_B = torch.frombuffer(read_part(fd, *place), dtype=torch.uint8)
     out_NK = torch.empty(len(low_B), dtype=torch.bfloat16).view(-1, copy[0].shape[1])
     expand_residuals(torch.cat((low_B, symbol_B)), *copy, start_3T, out_NK)

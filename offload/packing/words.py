@@ -33,7 +33,7 @@ def as_tensor(raw: bytearray, dtype: torch.dtype) -> Tensor:
 def decoded_parts(
     where: str, entry: TensorEntry, companions: Sequence[Tensor], fd: int
 ) -> Iterator[Callable[[], np.ndarray]]:
-    """Yield what reads and decodes each part of a tensor whose exponents are coded."""
+    """Yield for each part of a tensor with coded exponents a function that decodes it."""
     coding = None if entry.coded is None else entry.coded.coding
     assert isinstance(coding, Exponents), "no other words were looked for"
     (code,) = companions
@@ -65,7 +65,7 @@ def _decoded(
     places: tuple[tuple[int, int], tuple[int, int]],
     lists: tuple[Tensor, Tensor, Tensor],
 ) -> np.ndarray:
-    """Return the weights whose mantissas and distances lie at these places."""
+    """Decode the weights with these ranges of mantissas and of distances in the file, as bytes."""
     mantissa_N = as_tensor(read_part(fd, *places[0]), kind)
     distance_B = as_tensor(read_part(fd, *places[1]), torch.uint8)
     out_N = torch.empty(len(mantissa_N), dtype=TYPE_OF[kind])

@@ -192,7 +192,7 @@ def _try_out(source: str, grammar: Grammar) -> None:
 
 
 def require_sound(error: str | None, grammar: Grammar) -> None:
-    """Raise `UserError` with what the compiler says, if it says anything."""
+    """Raise `UserError` with the compiler's message, if there is one."""
     if error:
         why = reason(ValueError(_gist(error)))
         raise UserError(f"{grammar} cannot be compiled, got {grammar.text!r:.80} ({why}): {REMEDY}")

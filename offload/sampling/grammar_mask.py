@@ -108,7 +108,7 @@ class GrammarMask:
         return scores_TV.masked_fill_(knows_none_T1 & mask_TV, 0.0)
 
     def _mask(self, path: TokenPath) -> Bits | None:
-        """Return tokens that may follow a path; None where nothing is masked or the matcher gave up."""
+        """Return the tokens that may follow a path; None if all may, or if the matcher gave up."""
         if path not in self._masks:
             self._masks[path] = self._allowed_behind(path)
         return self._masks[path]

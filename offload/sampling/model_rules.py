@@ -203,7 +203,7 @@ class AddedScores:
     def adjust(
         self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
     ) -> Tensor:
-        """Add to each row what its own text asks for; rows that are alike share that."""
+        """Adjust each row's logits for its own text; rows with equal texts share the work."""
         rows_of = defaultdict[tuple[int, ...], list[int]](list)
         for row, path in enumerate(paths):
             by_number = (self._num_tokens + len(path),)

@@ -138,7 +138,7 @@ class _Connection(H11Protocol):
 
 
 def _hear(say: Callable[[str], None]) -> None:
-    """Say uvicorn's errors as our lines; clients are told about bad requests."""
+    """Print uvicorn's errors as lines of ours; bad requests are answered, not logged."""
     handler = logging.Handler(logging.ERROR)
     logger = logging.getLogger("uvicorn.error")
 

@@ -232,7 +232,7 @@ def multiply_by_ieee() -> None:
 
 
 def find_card(name: str, *, rank_on_host: int = 0) -> int | None:
-    """Return the number of the GPU that a name means, None for the host, see `open_device`.
+    """Return the GPU's number of a device name, None for the host; see `open_device`.
 
     Raises `UserError` where there is none.
     """

@@ -216,7 +216,7 @@ class ExpertPool:
             self._schedule.popleft()
 
     def _is_for_all(self, num_rows: int) -> bool:
-        """Return True if a pass is likely to need so much of what is missing that all is read."""
+        """Return True if all missing experts are read, as a pass is likely to need most."""
         if num_rows < self.ahead_rows:
             return False
         is_known = self.num_rows >= _KNOWN_ROWS
@@ -239,7 +239,7 @@ class ExpertPool:
             self._cache.release(block)
 
     def _start(self, block: int, slot: int) -> None:
-        """Move a block into its slot, once nothing else is on its way there."""
+        """Start a block's transfer into its slot, after any earlier one into that slot."""
         self._drop(slot)
         if self.poison_released:
             # After the copy of an abandoned guess, which may still be running.
@@ -254,7 +254,7 @@ class ExpertPool:
         self.bytes_read += self.layouts[block].slab_bytes
 
     def _drop(self, slot: int) -> None:
-        """Return once nothing is on its way to a slot."""
+        """Wait until no transfer into a slot is running."""
         if slot in self._arriving:
             drop(self._arriving[slot].parts)
             del self._arriving[slot]

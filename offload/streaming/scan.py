@@ -192,7 +192,7 @@ def _stripes(stored: np.ndarray, item_bytes: int, stripe: int) -> list[np.ndarra
 
 
 def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
-    """Return ranges that lie apart, joined with one more: what is read twice is seen once."""
+    """Return disjoint ranges with one more range merged in, so that bytes read twice count once."""
     met = [span for span in seen if span[0] <= hi and lo <= span[1]]
     ends = [lo, hi, *(end for span in met for end in span)]
     return [*(span for span in seen if span not in met), (min(ends), max(ends))]

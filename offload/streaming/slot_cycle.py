@@ -81,7 +81,7 @@ class SlotCycle:
 
     @property
     def is_at_start(self) -> bool:
-        """Return True if the first block comes next, all slots are on their way, none failed."""
+        """Return True if the first block comes next, all slots are filling, and none failed."""
         if not self._blocks:
             return not self._transfers
         is_whole = len(self._transfers) == len(self.slots)
@@ -118,7 +118,7 @@ class SlotCycle:
                 part.cancel()
 
     def stop(self) -> None:
-        """Forget what is on its way; on return nothing is moved into a slot any more."""
+        """Cancel running transfers; afterwards none writes into a slot."""
         self.cancel()
         for transfer in self._transfers:
             drop(transfer.parts)

@@ -68,7 +68,7 @@ class BlockSum:
                     self._sum += xxh3_128_intdigest(content.data, seed=shard << 40 | block)
 
     def _add_whole(self, shard: int, lo: int, stored: np.ndarray, blocks: range) -> Container[int]:
-        """Add those of the blocks of which all counts and nothing has counted; return which.
+        """Add the sums of blocks that were read whole and not counted before; return these blocks.
 
         Readers hold Python's lock for little else, so there are as few steps for each as may be.
         """

@@ -129,7 +129,7 @@ def parse_tree(text: str) -> TreeSpec:
 
 @cache
 def _parsed(text: str) -> tuple[TreeSpec | None, list[int]]:
-    """Return the tree that words name and its numbers; None where they name none."""
+    """Return the kind and the numbers of a tree's label; None for an unknown label."""
     for kind, form in _TREE_FORMS.items():
         if match := re.fullmatch(form, text, re.ASCII):
             numbers = [int(group) for group in match.groups()]

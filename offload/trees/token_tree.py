@@ -173,7 +173,7 @@ class TokenTree:
         return tokens[::-1]
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the first child of `node` that carries `token`, None if there is none."""
+        """Return the first child of `node` with this token; None if there is none."""
         return next((c for c in children_of(self.topology)[node] if self.tokens[c] == token), None)
 
     def offers(self, node: int) -> Iterator[Offer]:

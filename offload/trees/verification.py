@@ -62,7 +62,7 @@ Trials = Callable[[Floats, Iterable[Offer]], Iterator[Trial]]
 def walk(
     tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials, *, lenience: float = 1.0
 ) -> Acceptance:
-    """Descend into the first child that wins its toss; where none does, draw from what remains.
+    """Descend into the first child that is accepted; if none is, draw from the residual.
 
     The trials say with which chance each child is accepted and what remains of the target's
     distribution when none is. The coins are float64 on the host, one fresh one per node and step;

@@ -35,7 +35,7 @@ class CallForm(Protocol):
         """Return the mark behind a block; empty where the answer's end is."""
 
     def read(self, block: str, offered: Offered) -> list[WrittenCall] | None:
-        """Return the calls of a block, or None where it is anything else."""
+        """Return the calls that a block of text holds; None if it holds anything else."""
 
 
 def _inner(form: CallForm, block: str) -> str:
@@ -56,7 +56,7 @@ class JsonCalls:
     second: str = ""  # a mark between the opening and the calls
 
     def read(self, block: str, offered: Offered) -> list[WrittenCall] | None:
-        """Read a block, see `CallForm`; what stands around several objects may repeat."""
+        """Read a block, see `CallForm`; its marks may stand around each of its objects."""
         inner = _inner(self, block).removeprefix(self.second).lstrip()
         marks = [mark for mark in (self.opening, self.second, self.closing) if mark]
         calls = []

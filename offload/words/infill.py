@@ -28,13 +28,13 @@ FORMS = (
 
 
 def infill_form(vocabulary: Container[str]) -> InfillForm | None:
-    """Return the form that a vocabulary has the tokens of; None for none."""
+    """Return the form all of whose tokens are in a vocabulary; None if there is none."""
     fitting = (form for form in FORMS if all(not mark or mark in vocabulary for mark in form))
     return next(fitting, None)
 
 
 def infilled(form: InfillForm, before: str, behind: str) -> str:
-    """Return the prompt for what stands between two texts."""
+    """Return the prompt for the text between two others."""
     first = f"{form.before}{before}"
     second = f"{form.behind}{behind}"
     return f"{first}{second}{form.gap}" if form.gap else f"{second}{first}"

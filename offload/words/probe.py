@@ -275,7 +275,7 @@ def _call_text(shown: str, plain: str | None) -> str:
 
 
 def _form_of(single: str, double: str | None, key_form: KeyForm) -> CallForm | None:
-    """Return the form of a call, by renderings of one and of two; None where none is known."""
+    """Return the form in which a template renders one call and two; None for an unknown form."""
     if (form := _json_form(single)) is not None:
         return form
     first = single.index(_NAMES[0])
@@ -448,7 +448,7 @@ def _tail_of(single: str, end: str) -> str:
 
 
 def _probe_thinking(render: Render, source: str) -> tuple[str, Any, Any] | None:
-    """Return the first variable that changes what stands before an answer."""
+    """Return the first template variable that changes the text before an answer."""
     for name, on, off in _THINKING:
         if name not in source:
             continue

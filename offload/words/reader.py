@@ -48,7 +48,7 @@ class HeldText:
         self.text += segment
 
     def find(self, marks: Sequence[str]) -> tuple[int, str]:
-        """Return where the first of some marks begins, and which it is; behind the end for none."""
+        """Return the place and the text of the first mark; behind the end if there is none."""
         best = (len(self.text), "")
         for mark in marks:
             place = self.text.find(mark)

@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 class Recurrence(ABC):
-    """How states advance. It knows sizes and no weights, so that `commit` needs none.
+    """The update rule of states. It has sizes but no weights, so `commit` needs none.
 
     A step uses the operations of the library's function for one token, with the rows of one level
     of a tree as its batch.
@@ -97,7 +97,7 @@ class Recurrence(ABC):
         return (self._by_steps if is_by_steps else self._together)(state, inputs)
 
     def _together(self, state: Tensor, inputs: Inputs) -> Stepped:
-        """Do what `run` does in the fastest way for many rows."""
+        """Run as `run` does, in the fastest way for many rows."""
         return self._by_steps(state, inputs)
 
     def _by_steps(self, state: Tensor, inputs: Inputs) -> Stepped:

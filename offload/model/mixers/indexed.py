@@ -104,7 +104,7 @@ class Indexer(nn.Module):
             raise ValueError("an index that chooses nothing")
 
     def configure(self, config: Any, layer: int) -> None:
-        """Set `top_k`, `state_width`, and what else parameters do not tell. Raises `ValueError`."""
+        """Set `top_k`, `state_width` and other sizes from the config. Raises `ValueError`."""
         raise NotImplementedError
 
     def index(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -306,8 +306,7 @@ def _sum_of_tokens(state_JRK: Tensor) -> Tensor:
 
 
 def follow_indices(layers: nn.ModuleList, config: Any) -> list[bool]:
-    """Replace the indexers of these layers by ours; return which layers select, by an index of
-    their own or by that of an earlier layer.
+    """Replace these layers' indexers by ours; return True for each layer that selects keys.
 
     Raises `ValueError` where that could not be what the family computes.
     """
@@ -330,7 +329,7 @@ def follow_indices(layers: nn.ModuleList, config: Any) -> list[bool]:
 
 
 def _make_of(indexer: nn.Module | None) -> type[Indexer] | None:
-    """Return the make of a library's indexer by the names in it; None for one that is not known."""
+    """Return our class for a library's indexer, by the names in it; None for an unknown one."""
     if indexer is None:
         return None
     names = {name for name, _ in indexer.named_children()}

@@ -18,7 +18,7 @@ _CHUNK = 64  # rows
 
 
 class FixedDecay(Recurrence):
-    """States of H heads, whose queries, keys and values, K numbers each, lie side by side."""
+    """States of H heads; a row has their queries, keys and values of K numbers side by side."""
 
     def start(self, inputs: Inputs) -> Tensor:
         """Return (1, H, K, K)."""

@@ -125,7 +125,7 @@ class StateSpace(Recurrence):
 
 
 class Dialect(NamedTuple):
-    """What config.json calls things, by the name of the count of groups and one beside it."""
+    """The names of sizes in config.json; `groups` and `beside` tell families apart."""
 
     groups: str
     beside: str

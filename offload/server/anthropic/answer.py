@@ -100,7 +100,7 @@ class MessageAnswer(BlockAnswer):
 
 
 def _usage(result: Generation) -> dict[str, Any]:
-    """Return the numbers of tokens read and written; those of a kept beginning stand apart."""
+    """Return the numbers of tokens read, read from the prompt cache, and written."""
     stats = result.stats
     return {
         "input_tokens": stats.num_prompt_tokens - stats.num_kept_tokens,

@@ -47,7 +47,7 @@ class TextBlock(_Open):
 
 
 def _as_blocks(content: Any) -> Any:
-    """Return text as a list of one block: an error of either form says what is wrong with it."""
+    """Return text as a list of one block, so that an error concerns the form that was sent."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -277,7 +277,7 @@ class CountBody(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that change nothing, those of messages and tools included."""
+        """The fields that change nothing, including those of messages and tools."""
         names = {*super().ignored}
         if "budget_tokens" in (self.thinking or {}):
             names.add("thinking.budget_tokens")

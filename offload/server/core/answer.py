@@ -28,7 +28,7 @@ from offload.words.reader import PartReader, TaggedReader
 
 
 class Event(NamedTuple):
-    """What an answer tells at once: an object, or a text that stands for itself.
+    """One server-sent event: its name, and an object or a text as data.
 
     An empty name is not sent: OpenAI's older streams have none.
     """

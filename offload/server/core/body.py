@@ -41,7 +41,7 @@ Messages = Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
 def _as_list(stop: Any) -> Any:
-    """Return one stop string as a list of it: an error of either form says what is wrong with it."""
+    """Return one stop string as a list, so that an error concerns the form that was sent."""
     return ([stop] if stop else None) if isinstance(stop, str) else stop
 
 

@@ -50,7 +50,7 @@ class Refusal(Exception):  # noqa: N818
 
     @classmethod
     def unknown_field(cls, param: str, meant: str = "") -> "Refusal":
-        """Return the refusal of a field that is not known; `meant` may name another."""
+        """Return the refusal of an unknown field; `meant` may suggest another."""
         message = f"Unrecognized request argument supplied: {param}{meant or ': leave it out'}"
         return cls(400, message, param=param)
 

@@ -169,7 +169,7 @@ class ChatBody(ChoicesBody):
 
     @property
     def ignored(self) -> list[str]:
-        """Fields that change nothing, those of messages included."""
+        """The fields that change nothing, including those of messages."""
         ignored = (_message(index, message)[1] for index, message in enumerate(self.messages))
         return sorted({*super().ignored, *(name for names in ignored for name in names)})
 

@@ -35,7 +35,7 @@ class ItemText(BaseModel):
 
 
 def _as_parts(content: Any) -> Any:
-    """Return text as a list of one part: an error of either form says what is wrong with it."""
+    """Return text as a list of one part, so that an error concerns the form that was sent."""
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
@@ -45,7 +45,7 @@ Texts = Annotated[
 
 
 class MessageItem(BaseModel):
-    """What one side has said."""
+    """One message of a conversation."""
 
     model_config = _OPEN
     role: Literal["user", "assistant", "system", "developer"]
@@ -70,7 +70,7 @@ class ResultItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """What the model has thought; what another server has hidden is not read."""
+    """The model's reasoning; encrypted content of another server is ignored."""
 
     model_config = _OPEN
     content: list[ItemText] | None = None
