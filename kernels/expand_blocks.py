@@ -360,6 +360,7 @@ def _fill_coded(block_MB, scales, out_MW):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fill_iq4_xs(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """Fill blocks of IQ4_XS: eight runs of 32 codes, each with a factor of 4 low and 2 high bits."""
     source = block_MB.ravel()
     out = out_MW.ravel()
     for i in range(U64(len(block_MB))):

@@ -165,6 +165,7 @@ def _e2m1_product(code, level):  # type: ignore[no-untyped-def]  # numba infers 
 
 @compiled
 def _scaled_levels(words, scale, levels, out):  # type: ignore[no-untyped-def]
+    """Fill rows of pairs of numbers with E2M1 codes times the levels that scales index."""
     half = U64(out.shape[1] // scale.shape[1])
     for row in range(U64(out.shape[0])):
         source = words[row]

@@ -153,6 +153,7 @@ def _fill_rows(layout: _Layout, run: int) -> Compiled:
 
     @compiled
     def fill_rows(weight, scale, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
+        """Fill rows [first, last); subnormal codes are products, others are moved bits."""
         first, last, block_rows, block_columns = extent
         for row in range(first, last):
             source = weight[row]

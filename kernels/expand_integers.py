@@ -205,6 +205,7 @@ def turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
 
 @compiled
 def _nibble_pairs(words, factors, group, out):  # type: ignore[no-untyped-def]
+    """Fill rows of pairs of numbers with (code - zero) * scale + added, two codes a byte."""
     scale, zero, added = factors
     half = U64((group + 1) // 2)
     num_pairs = U64(out.shape[1])
@@ -225,6 +226,7 @@ def _nibble_pairs(words, factors, group, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def _bytes(words, factors, group, out):  # type: ignore[no-untyped-def]
+    """Fill rows with (code - zero) * scale + added, one code a byte."""
     scale, zero, added = factors
     size = U64(group)
     num_columns = U64(out.shape[1])
@@ -241,14 +243,15 @@ def _bytes(words, factors, group, out):  # type: ignore[no-untyped-def]
 
 
 def _stream(bits: int) -> Compiled:
-    """Return the function for codes of this many bits, eight of which are as many bytes.
+    """Return the function that fills rows from a stream of codes of `bits` bits, low bits first.
 
-    Eight codes become bytes in one number, by halves; then a row's bytes become numbers. Numba
-    takes bound values for constants, so that loops over them are unrolled.
+    Eight codes lie in `bits` bytes. They are spread to the eight bytes of a 64-bit word by moving
+    halves, then quarters, then single codes apart. Numba treats bound values as constants, so it
+    unrolls loops over them.
     """
     num_bytes = U64(bits)
     half_gap, quarter_gap, code_gap = (U64(size - size // 8 * bits) for size in (32, 16, 8))
-    # of the first of two halves; the second is masked where it comes to lie
+    # masks of the first of two parts at each level; the second is masked where it was moved to
     half = U64((1 << 4 * bits) - 1)
     quarters = U64(((1 << 2 * bits) - 1) * 0x0000000100000001)
     odd = U64(((1 << bits) - 1) * 0x0001000100010001)

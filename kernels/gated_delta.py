@@ -126,6 +126,10 @@ def agrees(key_size: int, value_size: int) -> bool:
 
 @compiled
 def _walk(base: Any, rows: Any, steps: Any, heads: Any, states: Any, after: Any, out: Any) -> None:
+    """Compute states and outputs of some heads, step by step of (row, source, target), a tree's order.
+
+    A source or target below 0 is BASE or AFTER: the state before all steps, or behind them.
+    """
     query, key, value, beta, decay = rows
     num_values = value.shape[2]
     num_alike = value.shape[1] // key.shape[1]

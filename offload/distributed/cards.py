@@ -73,6 +73,7 @@ def started_cards(options: LoadOptions) -> Iterator[RankInfo]:
 
 
 def _start(options: LoadOptions, place: RankInfo) -> "subprocess.Popen[bytes]":
+    """Start the process of one card, which reads its place and options from a pipe."""
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     process = subprocess.Popen(

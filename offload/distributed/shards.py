@@ -86,6 +86,7 @@ class ShardedTarget(Target):
             self._tell(Stop())
 
     def _sweep(self, parts: Sequence[BatchPart], num_logits: int, taps: Taps | None) -> Logits:
+        """Order the same pass from all ranks, then run this rank's share of it."""
         self._require_whole()
         with held_back(), self._whole_pass():
             for number, part in enumerate(parts, 1):

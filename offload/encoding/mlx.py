@@ -96,6 +96,7 @@ def _recognise(
 
 
 def _recognise_floats(shape: Sequence[int], num_groups: int) -> RecognisedWeight:
+    """Tell MLX's float formats apart by the 32-bit words of a group. Raises `ValueError`."""
     *rows, num_words = shape
     coding = _FLOATS.get(num_words // num_groups)
     if coding is None:

@@ -139,6 +139,7 @@ class Chat:
         self._num_turns = session.num_turns
 
     def _begin(self, asked: list[dict[str, str]]) -> Generator[str, None, None]:
+        """Begin the answer to a conversation. Raises `UserError` if it outgrows the context."""
         ids = self._decoder.encode(asked, think=self.think)
         context = self._decoder.plan.context
         if len(ids) >= context:
@@ -155,6 +156,7 @@ class Chat:
         return self._answer(self.turn, asked)
 
     def _answer(self, run: Run, asked: list[dict[str, str]]) -> Generator[str, None, None]:
+        """Yield the answer's pieces, and add it to the messages however it ends."""
         try:
             if (reader := self._reader(run)) is None:
                 yield from run

@@ -296,6 +296,7 @@ def _in_template(
     options: TemplateOptions,
     calls: Sequence[Any] = (),
 ) -> list[int]:
+    """Return a conversation's token ids by the chat template, which must show all `calls`."""
     variables = {**thinking_variables(tokenizer, options.think), **options.variables}
     variables |= {"tools": [*options.tools]} if options.tools else {}
     variables |= {"add_generation_prompt": not options.continues}

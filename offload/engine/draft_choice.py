@@ -132,6 +132,7 @@ def _tried(
     resolved: Callable[[str], Setup],
     opened: Callable[[Setup], Decoder] = open_setup,
 ) -> DraftTrials:
+    """Time each way to draft; those that are predicted to be far slower than the best are left out."""
     s_per_token = dict[str, float | None]()
     predicted = dict[str, float]()
     for name in names:

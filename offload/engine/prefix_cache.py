@@ -303,6 +303,7 @@ class PrefixCache:
 
     @torch.inference_mode()
     def _fill(self, part: str, cache: KVCache, tokens: Sequence[int], most_rows: int) -> None:
+        """Load blocks into one model's cache, if they bring enough rows. Raises `_GoneError`."""
         chain = self._chain(part, cache, tokens)
         has_states = isinstance(cache, RecurrentCache)
         way = self._longest(chain, most_rows, has_states=has_states)

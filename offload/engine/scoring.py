@@ -51,7 +51,7 @@ class ScoreRequest(NamedTuple):
 
 
 def wanted_of(texts: Any) -> list[tuple[Any, int]]:
-    """Return pairs of a text and a number. Raises `UserError` for anything else."""
+    """Return pairs of a text and the index of its first scored token, checked. Raises `UserError`."""
     try:
         return [(text, whole_number(first, "a text's first token")) for text, first in texts]
     except (TypeError, ValueError):
@@ -196,6 +196,7 @@ class Scorer:
         return min(self._max_rows, self._cache.num_slots - num_kept)
 
     def _pass(self, batch: "_Branches") -> None:
+        """Score a batch in one pass; only the rows of a single text stay in the cache."""
         cache = self._cache
         cache.clear(batch.first)
         cache.expect_rows(batch.num_rows if batch.is_chain else 0, keeps_others=False)
@@ -245,6 +246,7 @@ class _Branches:
         return len(self.paths) == 1
 
     def num_new(self, tokens: Sequence[int]) -> int:
+        """Count the rows that these tokens would add."""
         row = -1
         num_known = 0
         for token in tokens:
@@ -255,6 +257,7 @@ class _Branches:
         return len(tokens) - num_known
 
     def add(self, index: int, tokens: Sequence[int]) -> None:
+        """Add a text's tokens as a branch, which shares the rows of its beginning with others."""
         row = -1
         path = list[int]()
         for depth, token in enumerate(tokens):

@@ -136,6 +136,7 @@ class Engine:
             self._ended.set()
 
     def _serve(self) -> None:
+        """Admit and run texts until the engine closes; then end all that are left."""
         error: BaseException | None = None
         try:
             while self._has_work():

@@ -177,6 +177,7 @@ def check_session(path: Path, identities: Identities, plan: MemoryPlan) -> Sessi
 
 
 def _checked(path: Path, file: Any, identities: Identities, plan: MemoryPlan) -> Session:
+    """Return a file's session. Raises `UserError` for another model or type, damage, and length."""
     notes = file.metadata() or {}
     if notes.get("format") != _FORMAT:
         raise UserError(

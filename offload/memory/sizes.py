@@ -150,7 +150,10 @@ def noise_bytes(vocab_size: int) -> int:
 def activation_bytes(
     shape: ModelShape, num_rows: int, num_logits: int, context: int, *, is_gpu: bool
 ) -> int:
-    """Return the widest pass: activations, logits, and pairs of a row and a position it may see."""
+    """Return the bytes of the widest pass: activations, logits, and masks.
+
+    A mask has a number for each pair of a row and a position that the row may see.
+    """
     num_pairs = num_rows * (context + num_rows)
     num_inner_rows = num_rows if is_gpu else min(num_rows, INNER_ROWS)
     rows_bytes = (

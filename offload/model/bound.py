@@ -288,9 +288,9 @@ class BoundModel:
         return sum(layout.slab_bytes for layout in self._layouts)
 
     def bind_layers(self, fetch: Fetch, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Read and bind all layers permanently, one by one, quantised if the draft holds them so.
+        """Read all layers, one by one, and bind them permanently; a quantised draft rounds each.
 
-        `on_bytes` is called with the size of each. Raises what `fetch` raises.
+        `on_bytes` is called with the bytes of each layer. Raises as `fetch` does.
         """
         for layer, layout in enumerate(self._layouts):
             self.bind_layer(layer, fetch(layout))

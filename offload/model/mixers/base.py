@@ -101,6 +101,7 @@ class Recurrence(ABC):
         return self._by_steps(state, inputs)
 
     def _by_steps(self, state: Tensor, inputs: Inputs) -> Stepped:
+        """Advance a state row by row, and read the outputs of some rows' states at once."""
         at_once = max(1, STEPPED_STATES_BYTES // state.nbytes)
         outs = list[Tensor]()
         for lo in range(0, inputs.num_rows, at_once):
