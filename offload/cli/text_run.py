@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from offload.cli.batch_file import KEYS, BatchTask, ResultsFile
-from offload.cli.console import Console
+from offload.cli.console import BatchProgress, Console
 from offload.cli.flags import as_flags
 from offload.cli.loading import Loading
-from offload.cli.progress import BatchProgress
 from offload.cli.run_lines import (
     alpha_line,
     clipped_line,

@@ -18,6 +18,9 @@ from offload.engine.request import Request
 from offload.engine.scoring import PromptScore, Scorer, ScoreRequest
 from offload.errors import RunError
 
+if TYPE_CHECKING:
+    from offload.engine.decoder import Decoder
+
 MOST_PIECES = 64  # pieces kept for a reader; later ones are joined to the last
 
 
@@ -114,10 +117,6 @@ class Job:
             self._changed.notify_all()
         if (heard := self._heard) is not None:
             heard()
-
-
-if TYPE_CHECKING:
-    from offload.engine.decoder import Decoder
 
 
 def needs_score(ref: weakref.ref[Job]) -> bool:

@@ -15,8 +15,7 @@ from reciting import PROMPT, SAID, at_call, interrupt, settings
 from screen import Recording, Screen, record
 from shell import process
 
-from offload.cli.console import Console
-from offload.cli.progress import Phase
+from offload.cli.console import Console, Phase
 from offload.options import CHAT_PAIR, OutputOptions
 
 NUM_ROWS = 6  # so that text scrolls
