@@ -159,7 +159,7 @@ def _store_line(store: "Store", *, is_decimal: bool = False) -> str:
 
 
 def _info_lines(store: "Store") -> str:
-    """Return the purpose of a store, and the memory and time to build one like it."""
+    """Return lines on a store's size and tokenizer, and on the memory that building it took."""
     from offload.datastore.index import TokenWidth
 
     width = TokenWidth.from_vocab_size(store.vocab_size).num_bytes

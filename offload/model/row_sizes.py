@@ -53,37 +53,57 @@ def find_sizes(
     ladder = _ladder(multiply(rows[..., :1, :], like), _LARGE if like is factor else sizes)
     if ladder[-1] >= rows.shape[-2]:
         rows = rows[..., torch.arange(ladder[-1] + 1, device=rows.device) % rows.shape[-2], :]
-    outs: list[Tensor] = []  # that differ, each from the product with the most rows
-    kinds = {size: set[int]() for size in ladder}
     before = torch.get_num_threads()
     try:
-        for num_threads in sorted({*thread_counts}):
-            torch.set_num_threads(num_threads)
-            for size in reversed(ladder):
-                out = multiply(rows[..., :size, :], like)
-                kinds[size].add(_kind_of(out, outs))
-                is_stack = like.ndim > 2
-                if is_stack and not _same(multiply(rows[:1, :size], like[:1]), out[:1]):
-                    kinds[size].add(_OTHER)
+        alike = _sizes_by_result(multiply, rows, like, ladder, thread_counts)
         torch.set_num_threads(min(thread_counts))
-        same = {
-            kind: tuple(size for size in ladder if kinds[size] == {kind})
-            for kind in range(len(outs))
-        }
-        for kind in sorted(filter(same.get, same), key=lambda kind: _cost_in_steps(same[kind])):
-            sizes = same[kind]
-            # up to the largest whose rows are the same one place further: smaller ones agree with
-            # it place by place
-            while sizes:
-                moved = multiply(rows[..., 1 : sizes[-1] + 1, :], like)
-                if _same(moved[..., :-1, :], outs[kind][..., 1 : sizes[-1], :]):
-                    break
-                sizes = sizes[:-1]
-            if sizes and sizes[-1] >= min(_LEAST_ROWS, ladder[-1]):
-                return sizes
+        for sizes, result in sorted(alike, key=lambda pair: _cost_in_steps(pair[0])):
+            movable = _movable_sizes(multiply, rows, like, sizes, result)
+            if movable and movable[-1] >= min(_LEAST_ROWS, ladder[-1]):
+                return movable
     finally:
         torch.set_num_threads(before)
     return ()
+
+
+def _sizes_by_result(
+    multiply: Multiply, rows: Tensor, like: Tensor, ladder: RowSizes, thread_counts: Sequence[int]
+) -> list[tuple[RowSizes, Tensor]]:
+    """Try every size with every number of threads; return the sizes that share a result, with it.
+
+    A result is that of the product with the most rows. Sizes with several results are left out, as
+    are those of stacks whose first product differs from the same product alone.
+    """
+    results: list[Tensor] = []
+    kinds = {size: set[int]() for size in ladder}
+    for num_threads in sorted({*thread_counts}):
+        torch.set_num_threads(num_threads)
+        for size in reversed(ladder):
+            out = multiply(rows[..., :size, :], like)
+            kinds[size].add(_kind_of(out, results))
+            is_stack = like.ndim > 2
+            if is_stack and not _same(multiply(rows[:1, :size], like[:1]), out[:1]):
+                kinds[size].add(_OTHER)
+    alike = [
+        (tuple(size for size in ladder if kinds[size] == {kind}), result)
+        for kind, result in enumerate(results)
+    ]
+    return [(sizes, result) for sizes, result in alike if sizes]
+
+
+def _movable_sizes(
+    multiply: Multiply, rows: Tensor, like: Tensor, sizes: RowSizes, result: Tensor
+) -> RowSizes:
+    """Return the sizes up to the largest whose rows keep their bits one place further up.
+
+    Smaller sizes agree with it place by place, so one comparison is enough.
+    """
+    while sizes:
+        moved = multiply(rows[..., 1 : sizes[-1] + 1, :], like)
+        if _same(moved[..., :-1, :], result[..., 1 : sizes[-1], :]):
+            break
+        sizes = sizes[:-1]
+    return sizes
 
 
 def _cost_in_steps(sizes: RowSizes) -> float:
@@ -94,7 +114,7 @@ def _cost_in_steps(sizes: RowSizes) -> float:
 
 
 def _same(result: Tensor, other: Tensor) -> bool:
-    """Compare on one thread: `torch.equal` would wait for all of them, many times over."""
+    """Return True for equal bits, by one thread: `torch.equal` would wait for all, many times."""
     if result.device.type != "cpu":
         return torch.equal(result, other)
     bits = _BITS[result.element_size()]
@@ -137,7 +157,7 @@ def _cheapest(num_rows: int, sizes: RowSizes) -> tuple[int, list[int]]:
 
 
 def is_tried_by_likeness(factor: Tensor) -> bool:
-    """Tell whether a factor is tried by numbers like its own; a large one is tried itself."""
+    """Return True if a factor is tried by numbers like its own; a large one is tried itself."""
     return factor.ndim > 2 or factor.numel() * factor.element_size() <= _MOST_BYTES
 
 
