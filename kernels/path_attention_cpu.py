@@ -63,7 +63,7 @@ def compile_for(dtype: torch.dtype) -> None:
 
 
 def can_attend(key_GSK: Tensor, value_GSK: Tensor) -> bool:
-    """Tell whether `attention_of` takes these keys and values on this machine."""
+    """Return True if `attention_of` takes these keys and values on this machine."""
     return (
         key_GSK.device.type == "cpu"
         and key_GSK.dtype == value_GSK.dtype

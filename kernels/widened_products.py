@@ -58,7 +58,7 @@ _KINDS: dict[str, Sequence[Any]] = {
 
 
 def can_multiply(weight_NK: Tensor) -> bool:
-    """Tell whether `product_of` takes this weight on this processor."""
+    """Return True if `product_of` takes this weight on this processor."""
     is_ours = weight_NK.dtype in _TYPES and weight_NK.device.type == "cpu" and weight_NK.numel() > 0
     return is_ours and fused_lanes() > 0
 

@@ -78,7 +78,7 @@ def build(
 def append(
     path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase
 ) -> Store:
-    """Add chunks to a store; readers keep its old state. Raises what `build` raises."""
+    """Add chunks to a store; readers keep its old state. Raises as `build` does."""
     room = chunk_room(ram_bytes, coder)
     with _refusing_bad_places(path):
         if not path.is_dir():

@@ -68,7 +68,7 @@ class Engine:
     def prepare(self, request: Request) -> Request:
         """Return the request with its prompt checked and encoded, see `Decoder.prepare`.
 
-        Raises what `submit` raises.
+        Raises as `submit` does.
         """
         self._require_room()  # before the prompt is read, which may take longer
         return self.decoder.prepare(request)

@@ -329,7 +329,7 @@ def in_whole_vectors(
 
 
 def _are_shares_whole(num: int) -> bool:
-    """Tell whether no thread's share of this many numbers, whole vectors, ends within one."""
+    """Return True if no thread's share of this many numbers, whole vectors, ends within one."""
     num_threads = torch.get_num_threads()
     shares = (num_threads, max(1, min(num_threads, math.ceil(num / _GRAIN))))
     return num < _LEAST_SHARED or all(math.ceil(num / share) % _VECTOR == 0 for share in shares)

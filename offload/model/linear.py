@@ -180,7 +180,7 @@ def wrap_by_row(model: nn.Module, *, has_sums: bool) -> None:
 
 
 def multiplies_by_row(module: nn.Module) -> bool:
-    """Tell whether a module's only product is with a matrix of its own."""
+    """Return True if a module's only product is with a matrix of its own."""
     # a stack of matrices belongs to experts or a recurrence
     is_stack = any(
         tensor is not None and tensor.ndim > _MATRIX_DIMENSIONS
@@ -194,7 +194,7 @@ def multiplies_by_row(module: nn.Module) -> bool:
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Tell whether a module derives from the library's linear one and does more."""
+    """Return True if a module derives from the library's linear one and does more."""
     return isinstance(module, nn.Linear) and not isinstance(module, Linear)
 
 

@@ -52,7 +52,7 @@ _IS_SUPPORTED = {
 
 
 def lacks_products(dtype: torch.dtype) -> bool:
-    """Tell whether the library of this processor has no product for numbers of this type, or a slow one."""
+    """Return True if the library of this processor has no product for numbers of this type, or a slow one."""
     if dtype not in _IS_SUPPORTED:
         return False
     is_supported = _is_supported(dtype)
@@ -63,7 +63,7 @@ def lacks_products(dtype: torch.dtype) -> bool:
 
 
 def widens_products(dtype: torch.dtype) -> bool:
-    """Tell whether weights of this type are multiplied by machine code of our own on this processor.
+    """Return True if weights of this type are multiplied by machine code of our own on this processor.
 
     A row's bits then depend on nothing beside it, and that takes no time.
     """
@@ -71,7 +71,7 @@ def widens_products(dtype: torch.dtype) -> bool:
 
 
 def is_widened(rows: Tensor, weight: Tensor) -> bool:
-    """Tell whether a product is made by machine code, so that bits of a row depend on it alone."""
+    """Return True if a product is made by machine code, so that bits of a row depend on it alone."""
     is_wide = rows.device.type == "cpu" and lacks_products(rows.dtype)
     return is_wide and _are_alike(rows, weight) and can_multiply(weight)
 

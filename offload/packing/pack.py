@@ -192,7 +192,7 @@ def _write_in_turns(
 ) -> None:
     """Write packed files, two at once: while one is coded, the one before is read back.
 
-    Raises what `write_packed` raises, and `ReadError` for a source that changed.
+    Raises as `write_packed` does, and `ReadError` for a source that changed.
     """
     # threads are not imported for `--help`
     from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
