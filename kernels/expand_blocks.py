@@ -28,7 +28,7 @@ _IQ4_CODES = np.array(
 )
 _E2M1_CODES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 I8 = np.int8
-# of each group the scale and the offset, if it has one; q
+# each group's scale, its offset if it has one, and its codes
 Parts = tuple[Tensor, Tensor | None, Tensor]
 
 

@@ -130,7 +130,7 @@ def _multiply_codes(
         row_Mk = tl.load(row_place + group * GROUP, mask=is_row_M[:, None], other=0.0)
         place = word_place + group * (GROUP * HALF)
         word_kL = tl.load(place, mask=is_here_L[None, :], other=0)
-        # those of the next group are fetched while this one is computed
+        # the next group's factors are fetched while this group is computed
         scale_place += height * 2
         later = _factors(scale_place, is_here_L & (group + 1 < last), HALF)
         total_M1 = tl.sum(row_Mk.to(tl.float32), 1)[:, None]

@@ -20,7 +20,7 @@ from offload.kernels.jit import jit, tl, triton
 BLOCK = 64  # positions; `base` and the number of a walk's columns are multiples of it
 HEADER = 2  # numbers of a walk before its columns
 _HEADS = 16  # of a program: the fewest that tensor cores multiply, padded if need be
-# of keys, and as many of values: many GPUs grant 99 KiB, and the next block is being loaded
+# bytes of a tile's keys, and as many of values: many GPUs grant 99 KiB, for two blocks
 _TILE_BYTES = 16 << 10
 PositionT = TypeVar("PositionT", int, np.ndarray, Tensor)
 

@@ -24,9 +24,9 @@ import torch
 from offload.kernels.machine_code import EIGHT, Code, CompiledCode, compiled
 from offload.kernels.path_attention import BLOCK, HEADER
 
-# of a key's numbers that one round takes; widths are multiples in room
+# numbers of a key in one round; widths are padded to multiples of it
 KEY_STEP = 2 * EIGHT
-# of a value's numbers whose sums stay in registers
+# numbers of a value whose sums stay in registers
 VALUE_STEP = 4 * EIGHT
 # where a call's tensors lie, 0 for what there is not, and then its sizes; strides are in numbers
 FIELDS = (
@@ -39,7 +39,7 @@ FIELDS = (
 _KEYS = 4
 # below it a power of 2 counts as 0.0
 _LEAST_POWER = -126.0
-# of the series of 2^f for f within one half of 0: what is left out is below half a rounding
+# terms of the series of 2^f for |f| <= 0.5: the rest is below half a rounding
 _NUM_POWERS = 8
 NAME = "attend"
 # takes two queries, the first position of a block, and the number of its rows

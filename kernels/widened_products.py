@@ -41,7 +41,7 @@ _DEPTH = 48 * _STEP
 # were as quick with many rows as six by two, and quicker with a few.
 _ROWS = 4
 _REGISTERS = 2
-# of which machine code is repeated, for fewer jumps
+# times that the loop's code is repeated, for fewer jumps
 _UNROLLED = 2
 _TYPES = (torch.bfloat16, torch.float16)
 # up to this many are multiplied one by one, which takes less than widening weights for all of them

@@ -27,7 +27,7 @@ REMEDIES = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u), or end other programs",
 }
 _MAX_CHARS = 560  # of a message
-# of words that may be meant by each other, as difflib measures it
+# least similarity, by difflib, of words that may be meant by each other
 _ALIKE = 0.7
 _KEPT_CHARS = 260  # at either end of a message that is too long
 
@@ -106,7 +106,7 @@ def installing(*packages: str) -> str:
     names = " ".join(f"'{package}'" if "[" in package else package for package in packages)
     pip = shutil.which("pip")
     beside = os.path.join(sys.prefix, "bin")
-    # that of another environment would install them there
+    # the pip of another environment would install them there
     is_ours = pip is not None and os.path.dirname(os.path.abspath(pip)) == beside
     return f"{'pip' if is_ours else f'{sys.executable} -m pip'} install {names}"
 

@@ -148,7 +148,7 @@ class _Batch(NamedTuple):
         return self.parts[-1][2]
 
 
-# of each part of a batch, its CRC-32 and the largest bits of its numbers
+# the CRC-32 of each part of a batch, and the largest bits of its numbers
 _Found = list[tuple[int, int]]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 MAX_THREADS = 4096  # of any machine
 
 
-# of a process with torch and transformers, which comes on top of any budget
+# a process with torch and transformers imported; comes on top of any budget
 _LIBRARY_BYTES = 360 << 20
 
 

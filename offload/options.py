@@ -299,7 +299,7 @@ class TextOptions:
         help="let the model think before it answers, or not; default: as its chat template does",
         doc="by the switch of the chat template; refused where it has none",
     )
-    # of these the command line gives a path, and `cli.sampling` what is there
+    # the command line takes a path here, whose file `cli.sampling` reads
     json_schema: Mapping[str, Any] | str | None = option(
         "--json-schema", kind=Path, metavar="FILE", commands=("generate",),
         help="write JSON that this schema allows; see docs/grammar.md", doors=("python", "batch"),

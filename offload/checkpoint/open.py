@@ -239,7 +239,7 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 
     Raises `UserError` where there are none, or the index makes no sense.
     """
-    # of two sets the one that transformers reads: it may leave an old index beside one new file
+    # transformers reads this file, too, though an old index may lie beside it
     if os.path.isfile(directory / SINGLE):
         return (directory / SINGLE,), None
     if os.path.isfile(directory / INDEX):

@@ -91,17 +91,17 @@ class ModelShape:
     kv_bytes_per_token: int  # and index keys
     row_bytes: int  # activations of one row of a forward pass
     logits_row_bytes: int
-    # of a row and a position that it may see: masks, and scores where a family keeps them
+    # bytes for each pair of a row and a position: masks, and scores where a family keeps them
     pair_bytes: int = 3
-    # of `row_bytes`, what lies within feed-forwards that take rows part by part
+    # part of `row_bytes`, within feed-forwards that take rows part by part
     inner_row_bytes: int = 0
     vocab_size: int = 0
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
     table_bytes: int = 0  # of the rest, the embedding tables, of which a pass reads a few rows
-    # of the rest, what has to lie where layers are computed; a tied head is the table
+    # part of the rest, which lies where layers are computed; a tied head is the table
     head_bytes: int = 0
     num_weights: int = 0  # numbers in the layers and the head, with which rows are multiplied
-    # of these, what lies in experts that a router chooses among: a row meets its own few
+    # part of these, in routed experts: a row meets a few of them
     routed_weights: int = 0
     routed_bytes: int = 0  # of the layers
     routed_share: float = 1.0  # of the experts that one row meets, k / E
@@ -110,7 +110,7 @@ class ModelShape:
     scratch_bytes: int = 0  # into which the coded weights of one module are expanded
     beside_bytes: int = 0  # read at once before layers, turned into something else, and let go
     layer_weights: int = 0  # numbers in the layers
-    # of these, what a pass expands, since it is coded or held in fewer bits
+    # part of these, expanded in every pass: coded, or held in fewer bits
     expanded_weights: int = 0
     product_rows: int = 0  # up to this many rows a CPU multiplies without expanding them
     # whether numba may compile what expands or rounds its weights
@@ -120,10 +120,10 @@ class ModelShape:
     own_rest_bytes: int = 0
     tap_row_bytes: int = 0  # of the target's hidden states that a row is fed with
     index_bytes_per_token: int = 0  # of keys by which layers choose what they attend to
-    # of a position that a pass may see, in the layer that runs: keys and values, expanded
+    # bytes of a visible position in the layer that runs: its keys and values, expanded
     column_bytes: int = 0
     recurrent: RecurrentShape = NO_STATES  # of layers that keep states beside keys and values
-    # that may come one by one; None without any, or where all are multiplied with
+    # experts that may come on demand; None if there are none, or all are always used
     experts: ExpertShape | None = None
     scout: "ModelShape | None" = None  # of a copy: the smaller draft below it
 

@@ -146,8 +146,8 @@ def open_whole(model: str) -> ModelSpans:
     for name, weights_file in places.items():
         if weights_file in have and name not in have[weights_file]:
             damage.append(Damage(weights_file, name, "is not in the file that the index names"))
-    # where words of coded weights begin, with their types, and what no text needs: not of models
-    # that cannot be run
+    # where words of coded weights begin, with their types, and bytes that no text needs; both stay
+    # empty for a model that cannot be run
     words = defaultdict[int, dict[int, str]](dict)
     left_out: Mapping[str, int] = {}
     with suppress(UserError):

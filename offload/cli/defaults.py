@@ -88,7 +88,7 @@ def find_defaults(commands: Mapping[str, Any]) -> Defaults:
     for name, value in os.environ.items():
         if name in variables:
             settings.set(shared, variables[name], value, name)
-        # of another program's variables nothing is said
+        # other programs' variables are passed over in silence
         elif (
             name.startswith(_PREFIX)
             and name != TRACEBACK

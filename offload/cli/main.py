@@ -75,7 +75,7 @@ def main() -> None:
         # what the option parser raises carries its line in this method
         if not hasattr(error, "format_message"):
             raise
-        # of the command whose options were not understood
+        # the command whose options were not understood
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
         said = _said_of(error, given, settings.by_command.get(given[0], {})).rstrip(".")
@@ -121,7 +121,7 @@ def _said_of(error: Any, given: list[str], settings: Mapping[str, Any]) -> str:
     if error.param.param_type_name == "argument":
         names = [error.param.metavar]
     line = f"{'/'.join(names)} {requirement}"
-    # of a flag that is given twice the last one counts
+    # the last one of a repeated flag counts
     for word, behind in reversed([*zip(given, [*given[1:], ""], strict=True)]):
         name, equals, value = word.partition("=")
         if name in names:

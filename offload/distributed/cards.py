@@ -130,7 +130,7 @@ def _serve(place: RankInfo, given: dict[str, Any]) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     except Exception as error:
-        # of a failure under way its own transport has told
+        # the transport has reported failures after loading
         if TOLD not in getattr(error, "__notes__", ()) and not isinstance(error, RunError):
             with suppress(UserError):
                 leave_reason(place, reason(error), meet_s=_MEET_S, heard_s=_HEARD_S)

@@ -20,7 +20,7 @@ from offload.sampling_options import Sampling
 from offload.stats import Stats
 
 _TEXT_SHOWN = 60  # characters of a text in the repr of a result
-# of a result; one asked of a run that is not finished is "interrupted" where it stands
+# the result of an unfinished run is "interrupted"
 FinishReason = Literal["stop", "length", "interrupted"]
 
 

@@ -130,7 +130,7 @@ class Request:
         """Return the tokens that end its text: the model's, and in a conversation those of a turn."""
         if self.is_answer and tokenizer is not None and tokenizer.chat_template:
             return end_ids | turn_end_ids(tokenizer)
-        # those that a grammar allows at its end
+        # a grammar may allow others at its end
         return end_ids if self.grammar is None else end_ids | tokenizer_end_ids(tokenizer)
 
     def check(self) -> None:

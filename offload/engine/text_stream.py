@@ -97,7 +97,7 @@ class TextStream:
         self.tokens: list[int] = []  # that were pushed, up to the one that completed a stop string
         self._segments: list[str] = []  # that were handed out
         self.stopped_by = ""  # the stop string that has ended the text
-        # of the window: its first token, those before it, and how much of its text is handed out
+        # the window: its first token, the tokens before it, and the length of its text handed out
         self._first = 0
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._num_shown = 0

@@ -240,7 +240,7 @@ def _config_beside(directory: Path) -> Any:
         return AutoConfig.for_model(
             str(settings.get("model_type")), tokenizer_class=settings.get("tokenizer_class")
         )
-    # of a kind that it does not know, or that needs more than this
+    # a kind of config that transformers does not know, or that needs more than this file
     except (ValueError, StrictDataclassError):
         return None
 

@@ -43,7 +43,7 @@ class MemoryBudget:
     # as demand does until `planning.budget.with_experts` has settled it
     experts: str = "auto"
     parallel: int = 1  # texts that are written at a time, each with its own keys and values
-    # of prompts that were read, beside the texts' own; None takes what layers leave, see `planner`
+    # for prompts that were read, besides the texts' own; None takes what layers leave, see `planner`
     prompt_cache_bytes: int | None = 0
     kv_dtype: str = "auto"  # type of the target's keys and values; auto is the compute type
     rates: Rates | None = None  # if they are known, they decide the rows of a prompt's pass
@@ -104,7 +104,7 @@ class MemoryPlan:
     gpu_runtime_bytes: int = 0  # of the driver and its libraries, on the GPU
     # embedding table that stays on the host while layers are computed on the GPU
     table_bytes: int = 0
-    # that loading needs on the host beyond what the pinned allocator has room for
+    # host memory that loading needs beyond the room of the pinned allocator
     staging_bytes: int = 0
     num_host_layer_slots: int = (
         0  # pinned read-ahead slots for layers that go from the disk to the GPU
@@ -113,7 +113,7 @@ class MemoryPlan:
     # a longer text has its positions rotated by other factors, see `sizes.turning_point`
     turning_point: int | None = None
     source_tokens: int = 0  # of a prompt that an encoder may read; 0 without one
-    # of its layers where they stay; else they pass through the slots, once per prompt
+    # its layers, if they stay; else they pass through the slots, once per prompt
     encoder_bytes: int = 0
     # Where routed experts come one by one `layer_bytes` are of the dense parts alone; else these
     # are all 0.
@@ -122,7 +122,7 @@ class MemoryPlan:
     experts_per_token: int = 0  # that one row needs, of all layers
     expert_slot_bytes: int = 0  # of the largest expert
     num_expert_slots: int = 0  # where layers are computed
-    # of a second pool in pinned memory, for experts that a GPU does not keep
+    # slots of a second pool, in pinned memory, for experts that a GPU does not keep
     num_host_expert_slots: int = 0
 
     @property

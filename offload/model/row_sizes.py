@@ -22,15 +22,15 @@ DEVICE_LADDER = (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS, 8 * MAX_ROWS)
 STACKED_LADDER = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_STACKED_ROWS = STACKED_LADDER[-1]
 _CALL_ROWS = 48  # a product costs about what this many more rows would, however few it has
-# of steps without a tree, with one of the usual size, and with a large one
+# rows of steps without a tree, with a usual tree, and with a large one
 _STEP_ROWS = (1, 64, MAX_ROWS)
 _LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
-# of results, and of factors that are made up: larger ones are tried themselves
+# most bytes of a result, and of a factor that is imitated; larger factors are tried themselves
 _MOST_BYTES = 16 << 20
-_MOST_DEVICE_BYTES = 32 << 20  # of results there, where layers may have taken the rest
+_MOST_DEVICE_BYTES = 32 << 20  # results on a device, beside layers
 _LARGE = (4, 16, 32, 64, 128, MAX_ROWS)  # sizes to try with these, since each takes long
 _NUM_CANCELLING = 64  # columns of these whose sums cancel
-# of results that differ are kept, and any more
+# different results that are kept; `_OTHER` is any more of them
 _MOST_KINDS = len(DEVICE_LADDER)
 _OTHER = -1
 _FACTORS = 5  # of any stack that are tried, and one alone

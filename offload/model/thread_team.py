@@ -31,7 +31,7 @@ _TORCH_SHARE = 1 << 20
 _SHARES_A_THREAD = 4
 _NUM_CORES = num_cores()
 _MOST_SHARES = 8 * _NUM_CORES
-# that a thread keeps to compute in
+# scratch memory that a thread keeps
 _ROOM_BYTES = min(1 << 20, max(1 << 18, PATH_SCRATCH_BYTES // 2 // _NUM_CORES))
 
 

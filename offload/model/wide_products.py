@@ -40,7 +40,7 @@ _ROWS_BYTES = PATH_SCRATCH_BYTES // 4  # of rows in float32: the plan keeps room
 _TEAM_ROWS = 256
 _MASK_BYTES = PATH_SCRATCH_BYTES // 2  # of a mask in float32, in the same room
 _STEP_ROWS = 16
-# of a weight that the library multiplies, in float32 at once
+# bytes of a weight that are widened to float32 at once for the library's product
 _BLOCK_BYTES = 1 << 20
 # products of numbers: those of fewer take less than calling code of our own does
 _LEAST_WIDENED = 1 << 21

@@ -55,7 +55,7 @@ from offload.packing.folders import FORMAT, VERSION
 from offload.packing.forecast import by_expert, stack_of
 from offload.packing.words import decoded_parts, read_tensor
 
-# of all tensors that stand for one; the longest come first, which end as others do
+# name endings of the tensors that store one weight; the longest first, as some end alike
 _SUFFIXES = (*beside.SUFFIXES, *WORDS, CODE)
 OnBytes = Callable[[int], None]
 

@@ -162,7 +162,7 @@ def pack(
         return _result_of(destination, len(packed_files(destination)))._replace(was_there=True)
     with unfinished(destination, source) as folder:
         portions = _portions(checkpoint, has_copy=beside is not None)
-        # of another version, which has cut the source elsewhere
+        # files of another version, which cut the source elsewhere
         for path in packed_files(folder):
             if path.name not in portions:
                 path.unlink()
@@ -225,7 +225,7 @@ def _write_in_turns(
             for future in pending:
                 future.result()
         except BaseException:
-            # those under way end with their next part
+            # running workers stop at their next part
             is_over.set()
             raise
 
@@ -334,7 +334,7 @@ def _expected_bytes(portion: Portion) -> int:
 
 def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, ExponentWindow]:
     """Return the windows of the tensors that coding makes smaller."""
-    # that of a stack's first expert is that of all
+    # the window of a stack's first expert serves all of them
     of_stacks = dict[str, ExponentWindow]()
     windows = dict[str, ExponentWindow]()
     with opened(path, os.O_RDONLY) as fd:

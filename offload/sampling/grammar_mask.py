@@ -167,7 +167,7 @@ class Grammars:
         self._vocabulary: Any = None
         # the most recently used is last
         self._kept: dict[Grammar, _Compiled] = {}
-        # those that are kept or held elsewhere
+        # compiled grammars that are kept, or in use elsewhere
         self._known = weakref.WeakValueDictionary[Grammar, _Compiled]()
         # requests are checked while texts are being written
         self._lock = threading.Lock()

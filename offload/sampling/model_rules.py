@@ -166,7 +166,7 @@ class ModelRules:
             for adjustment in (*earlier, *later):
                 adjustment.begin([0, 0])
                 adjustment.adjust(torch.zeros(1, self._vocab_size), [()], stay)
-        # of a library that raises anything
+        # the library raises errors of any kind
         except Exception as error:
             raise UserError(
                 f"generation_config.json cannot be heeded ({reason(error)}): mend it, or take "

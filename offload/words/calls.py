@@ -171,7 +171,7 @@ class TaggedCalls:
     @cached_property
     def _pair(self) -> re.Pattern[str]:
         equals = "|".join(_flexible(text.strip()) for text in self.equals)
-        # of blanks around a value one line's end is the template's, and no more
+        # one line end around a value is the template's, other blanks are the value's
         before = r"\n?" if any(text.endswith("\n") for text in self.equals) else ""
         behind = r"\n?" if self.value_end.startswith("\n") else ""
         key = rf"{_flexible(self.key_mark)}\s*(?P<key>[^<>\"=\s]+?)\s*"

@@ -35,7 +35,7 @@ class HarmonyReader:
         self._header: str | None = "" if is_in_header else None
         self._channel = "final"
         self._function = ""
-        # of messages for the user, a second one is apart from the first
+        # later messages for the user are set apart from the first
         self._has_said = {"final": False, "analysis": False}
         self._is_new = False
 

@@ -34,7 +34,7 @@ _COPIES = 12  # of a row's heads, while a prompt is read in chunks
 _CHANNEL_CHUNK = 8
 _HEADS_AT_ONCE = 4  # that a thread takes
 _LEAST_SHARED = 1 << 20  # numbers of states that all steps write: fewer are one thread's
-# of a module, whatever projects
+# parameters that every module of the family has, whatever its projections
 _SHARED = ("conv1d.weight",)
 _BY_HEAD = (*_SHARED, "A_log", "dt_bias", "norm.weight", "out_proj.weight")
 _BY_CHANNEL = (

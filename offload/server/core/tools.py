@@ -13,7 +13,7 @@ from offload.sampling.grammar import Grammar, find_grammar
 from offload.server.core.refusals import Refusal
 from offload.words.parts import Offered, schemas_of
 
-# of one answer whose calls a grammar keeps: a model that finds no end is stopped there
+# most calls of an answer under a grammar: a model that finds no end is stopped there
 _MOST_CALLS = 16
 
 

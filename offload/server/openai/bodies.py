@@ -21,7 +21,7 @@ from offload.server.core.tools import (
     no_choice,
 )
 
-# of a message, to a template
+# fields of a message that templates read
 _SAID = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 # fields of words that are not read
 _CARRYING = {"audio", "audios", "function_call", "image", "image_url", "images", "video", "videos"}

@@ -158,7 +158,7 @@ class ChoicesAnswer(Answer):
     def _usage(self) -> dict[str, Any]:
         """Return the counts of tokens; a prompt counts once for all its choices."""
         results = [self._result(index) for index in range(len(self.jobs))]
-        # of each prompt; its other choices have read the same
+        # the first choice of each prompt; the others share its prompt tokens
         firsts = results[:: self._body.num_choices]
         num_prompt = sum(first.stats.num_prompt_tokens for first in firsts)
         num_new = sum(len(result.token_ids) for result in results)
