@@ -78,7 +78,7 @@ def fused_lanes() -> int:
 
         features = binding.get_host_cpu_features()
         is_arm = binding.get_process_triple().startswith(("aarch64", "arm64"))
-        _made("define void @nothing() {\n  ret void\n}", {"nothing": []})
+        _compile_module("define void @nothing() {\n  ret void\n}", {"nothing": []})
     except (ImportError, OSError, RuntimeError):
         return 0
     if features.get("avx512f"):
@@ -121,12 +121,12 @@ class CompiledCode(NamedTuple):
 
 def compiled(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     """Return functions of a module, each of which takes arguments of these kinds of `ctypes`."""
-    code = _made(module, kinds)
+    code = _compile_module(module, kinds)
     drop_library_pages()
     return code
 
 
-def _made(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
+def _compile_module(module: str, kinds: Mapping[str, Sequence[Any]]) -> CompiledCode:
     """Return a module's functions, verified and compiled for this processor."""
     from llvmlite import binding
 

@@ -33,7 +33,7 @@ def main() -> None:
         work = {"render": _renderer, "compile": _compiler}[sys.argv[1]]()
         num_bytes = _in_memory_bytes()
     except Exception as error:  # of an installation that is not whole
-        print(_told(error), flush=True)
+        print(_message_of(error), flush=True)
         return
     if num_bytes is not None:
         _limit("RLIMIT_AS", num_bytes + _MEMORY_BYTES)
@@ -55,13 +55,13 @@ def _answer(work: Callable[..., str], line: bytes) -> dict[str, str]:
     except MemoryError:
         return {"exceeded": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory"}
     except BaseException as error:  # of any kind: a template is a program, and compilers panic
-        return {"failed": _told(error)}
+        return {"failed": _message_of(error)}
     if len(text) > most_chars:
         return {"exceeded": f"it writes {len(text)} characters, at most {most_chars} may be"}
     return {"text": text}
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     return " ".join(f"{error}"[:_MOST_TOLD].split()) or type(error).__name__
 
 

@@ -124,10 +124,12 @@ def with_turned_stacks(config: Settings, tensors: Entries) -> dict[str, TensorEn
     if not is_known or type(hidden) is not int or type(width) is not int:
         return dict(tensors)
     wanted = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
-    return {name: _turned(name, entry, wanted) for name, entry in tensors.items()}
+    return {name: _transposed_stack(name, entry, wanted) for name, entry in tensors.items()}
 
 
-def _turned(name: str, entry: TensorEntry, wanted: Mapping[str, tuple[int, int]]) -> TensorEntry:
+def _transposed_stack(
+    name: str, entry: TensorEntry, wanted: Mapping[str, tuple[int, int]]
+) -> TensorEntry:
     match = _STACK.search(name)
     if match is None or entry.coded is not None or entry.dtype not in ENCODINGS:
         return entry

@@ -237,7 +237,7 @@ class ResultsFile:
         digests = {(task.index, task.sample): task.digest for task in tasks}
         seen = set[str]()
         for number, line in enumerate(lines, start=1):
-            result = self._told(line, number)
+            result = self._parsed_line(line, number)
             if (name := json.dumps(result.model, sort_keys=True)) not in seen:
                 seen.add(name)
                 if (identity := ModelIdentity.parse(result.model)) is None:
@@ -268,7 +268,7 @@ class ResultsFile:
                 which = f"{self.name}, line {number} is not of this model ({mismatch})"
                 raise UserError(f"{which}: {_OTHER}")
 
-    def _told(self, line: bytes, number: int) -> _KeptLine:
+    def _parsed_line(self, line: bytes, number: int) -> _KeptLine:
         try:
             return convert(json.loads(line), _KeptLine)
         except (ValueError, RecursionError, MsgspecError):

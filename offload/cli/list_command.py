@@ -23,7 +23,7 @@ def list_models(output: OutputOptions) -> None:
     """List the models that were downloaded from the hub, which -m takes by these names."""
     from offload.checkpoint.download import cached_models
 
-    models = [_told(name) for name in cached_models()]
+    models = [_described(name) for name in cached_models()]
     lines = ["no model was downloaded yet: generate, chat and serve do that with -m ORG/NAME"]
     if models:
         width = max(len(row["name"]) for row in models)
@@ -31,7 +31,7 @@ def list_models(output: OutputOptions) -> None:
     print_result("\n".join(lines), models, as_json=output.as_json)
 
 
-def _told(name: str) -> dict[str, Any]:
+def _described(name: str) -> dict[str, Any]:
     """Return the facts of a model, as `--json` has them, or why its headers cannot be read."""
     from offload.checkpoint.download import in_cache
     from offload.checkpoint.open import open_headers

@@ -78,7 +78,7 @@ def main() -> None:
         # the command whose options were not understood
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
-        said = _said_of(error, given, settings.by_command.get(given[0], {})).rstrip(".")
+        said = _usage_line(error, given, settings.by_command.get(given[0], {})).rstrip(".")
         said = f"{said} (see {command_path} --help)"
         _fail(settings.blame(said, given), EXIT_USER_ERROR, place, error)
 
@@ -104,7 +104,7 @@ def _named_command(command: Any, given: list[str]) -> str:
     return " ".join(words)
 
 
-def _said_of(error: Any, given: list[str], settings: Mapping[str, Any]) -> str:
+def _usage_line(error: Any, given: list[str], settings: Mapping[str, Any]) -> str:
     """Return the option parser's line, with a question where the words were nearly right.
 
     `settings` are values from the environment and config.toml, by parameter.

@@ -56,7 +56,7 @@ class Corpus:
         self.num_hidden = 0
         self.done_bytes = 0
         given = (Path(os.path.expanduser(path)) for path in paths)
-        self._files = [file for path in given for file in self._found(path)]
+        self._files = [file for path in given for file in self._regular_files(path)]
         self.num_files = len(self._files)
         self.num_bytes = sum(file.num_bytes for file in self._files)
 
@@ -74,7 +74,7 @@ class Corpus:
             before += file.num_bytes
             self.done_bytes = before
 
-    def _found(self, path: Path) -> Iterator[_File]:
+    def _regular_files(self, path: Path) -> Iterator[_File]:
         """Yield the regular files of a path in the order of names; hidden ones are counted."""
         if not path.is_dir():
             try:

@@ -207,7 +207,7 @@ class SuffixIndex:
         self, matches: Matches, length: int = 10, most: int = 256, seed: int = 0
     ) -> NDArray[np.int64]:
         """Return the tokens after up to `most` drawn matches, (M, length); -1 past a document."""
-        drawn_M = _drawn(matches, most, seed)
+        drawn_M = _drawn_indices(matches, most, seed)
         bounds = np.cumsum([0, *(match.hi - match.lo for match in matches.ranges)])
         cuts = np.searchsorted(drawn_M, bounds)
         parts = [
@@ -264,7 +264,7 @@ def _common_bytes(wanted: bytes, held: bytes) -> int:
     return min(size - (difference.bit_length() + 7) // 8, len(held))
 
 
-def _drawn(matches: Matches, most: int, seed: int) -> NDArray[np.int64]:
+def _drawn_indices(matches: Matches, most: int, seed: int) -> NDArray[np.int64]:
     """Return the indices of the matches to use, counted across all ranges, rising."""
     if matches.count <= most:
         return np.arange(matches.count)

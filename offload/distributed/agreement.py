@@ -20,21 +20,21 @@ _MOST_BYTES = 1 << 20
 def gather_values(transport: Transport, value: T, kind: Any) -> list[T]:
     """Return the values of all ranks, of the type `kind`, once the last has come."""
     if transport.rank != HEAD:
-        _say(transport, HEAD, value)
+        _send_value(transport, HEAD, value)
         return broadcast_from_head(transport, [], list[kind])
     others = range(1, transport.num_ranks)
     return broadcast_from_head(
-        transport, [value, *(_heard(transport, rank, kind) for rank in others)], list[kind]
+        transport, [value, *(_receive_value(transport, rank, kind) for rank in others)], list[kind]
     )
 
 
 def broadcast_from_head(transport: Transport, value: T, kind: Any) -> T:
     """Return the head's value, a `kind`, on every rank; the other ranks' `value` is not used."""
     if transport.rank != HEAD:
-        heard: T = _heard(transport, HEAD, kind)
+        heard: T = _receive_value(transport, HEAD, kind)
         return heard
     for rank in range(1, transport.num_ranks):
-        _say(transport, rank, value)
+        _send_value(transport, rank, value)
     return value
 
 
@@ -56,11 +56,11 @@ def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
     return outcome
 
 
-def _say(transport: Transport, to: int, value: object) -> None:
+def _send_value(transport: Transport, to: int, value: object) -> None:
     transport.send(to, Channel.DATA, Word(Raw(msgpack.encode(value))))
 
 
-def _heard(transport: Transport, source: int, kind: Any) -> Any:
+def _receive_value(transport: Transport, source: int, kind: Any) -> Any:
     order = transport.receive(source, Channel.DATA)
     try:
         if isinstance(order, Word):

@@ -84,12 +84,12 @@ def _start(options: LoadOptions, place: RankInfo) -> "subprocess.Popen[bytes]":
     )
     assert process.stdin is not None, "it is a pipe"
     with suppress(BrokenPipeError):  # it has ended, which is told by its watch
-        process.stdin.write(_told(options, place))
+        process.stdin.write(_orders(options, place))
         process.stdin.flush()
     return process
 
 
-def _told(options: LoadOptions, place: RankInfo) -> bytes:
+def _orders(options: LoadOptions, place: RankInfo) -> bytes:
     """Return the line that a process reads: its place, and options that LoadOptions makes of it."""
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     # as it is free now: what the first processes take is not taken off again

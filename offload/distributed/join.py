@@ -182,16 +182,16 @@ def joined(
     handshakes = exchange_handshakes(
         store, place, RankHandshake.of_this(model, options, shards), limit_s
     )
-    with _told():
+    with _marking_as_told():
         compare(handshakes)
     with terminated_at_once():
         transport = _open(store, place, limit_s, exchange_limit_s)
-    with _told(), ended_by(transport):
+    with _marking_as_told(), ended_by(transport):
         yield Joined(transport, handshakes)
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _marking_as_told() -> Iterator[None]:
     """Mark an error that all ranks have received."""
     try:
         yield

@@ -212,7 +212,7 @@ class RunTable:
         if token in parent.children or not self.root.position <= parent.position < self._end - 2:
             return None
         # NaN counts as a chance of 0: f must not rise
-        node = self._found(token, parent, min(1.0, max(0.0, p)))
+        node = self._new_node(token, parent, min(1.0, max(0.0, p)))
         self._open.append(node)
         return node
 
@@ -280,7 +280,7 @@ class RunTable:
             self._on_way[number].is_dead = True
         return [number for number in dead if number != self.root.run]
 
-    def _found(self, token: int, parent: RunNode, p: float) -> RunNode:
+    def _new_node(self, token: int, parent: RunNode, p: float) -> RunNode:
         self._num_found += 1
         node = RunNode(token, parent.position + 1, parent, p, parent.f * p, self._num_found)
         parent.children[token] = node
@@ -288,7 +288,7 @@ class RunTable:
 
     def _descend(self, root: RunNode, token: int) -> RunNode:
         """Return the child that was drawn; its siblings die with everything below them."""
-        child = root.children.get(token) or self._found(token, root, 1.0)
+        child = root.children.get(token) or self._new_node(token, root, 1.0)
         dying = [node for node in root.children.values() if node is not child]
         while dying:
             node = dying.pop()

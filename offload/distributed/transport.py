@@ -111,12 +111,12 @@ class Transport:
 
     def receive(self, source: int, channel: Channel) -> Order:
         """Return the next order; waits as long as a user may be idle."""
-        return self._opened(self._box(source, channel), is_waited_for=True)
+        return self._take_from(self._box(source, channel), is_waited_for=True)
 
     def poll(self, source: int, channel: Channel) -> Order | None:
         """Return the next order, None if it has not arrived."""
         try:
-            return self._opened(self._box(source, channel), is_waited_for=False)
+            return self._take_from(self._box(source, channel), is_waited_for=False)
         except queue.Empty:
             return None
 
@@ -225,7 +225,7 @@ class Transport:
         finally:
             self.exchange_s += time.perf_counter() - began_s
 
-    def _opened(self, box: _Box, *, is_waited_for: bool) -> Order:
+    def _take_from(self, box: _Box, *, is_waited_for: bool) -> Order:
         order = box.get(block=is_waited_for)
         if not isinstance(order, Loss):
             return order

@@ -170,7 +170,7 @@ class Chat:
             with held_back():
                 result = run.result()
                 if result.token_ids:
-                    self.messages = [*asked, self._said(run, result)]
+                    self.messages = [*asked, self._answer_message(run, result)]
 
     def _reader(self, run: Run) -> PartReader | None:
         """Return a reader that separates thoughts and channels that special tokens mark.
@@ -186,7 +186,7 @@ class Chat:
         prompt = run.sequence.tokens[: run.sequence.num_prompt_tokens]
         return words.reader({}, tokenizer.decode(prompt[-_END_TOKENS:]), specials)
 
-    def _said(self, run: Run, result: Generation) -> dict[str, str]:
+    def _answer_message(self, run: Run, result: Generation) -> dict[str, str]:
         """Return the message of an answer."""
         if (reader := self._reader(run)) is None:
             return {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)}

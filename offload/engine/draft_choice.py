@@ -78,14 +78,14 @@ def settle_draft(
     is_guessing = setup.tree.kind != "none"
     names = [_NONE, *(drafts_at_hand(options, setup.files.target) if is_guessing else ())]
     place = _place(setup, sampling)
-    trials = _kept(place)
+    trials = _read_trials(place)
     if trials is None or {*trials.s_per_token} != {*names}:
 
         def resolved(name: str) -> Setup:
             setup.hooks.on_phase(f"trying drafts: {Path(name).name}")
             return again(with_draft(options, name))
 
-        trials = _tried(names, sampling, resolved)
+        trials = _run_trials(names, sampling, resolved)
         write_atomically(place, msgspec.json.encode(trials).decode())
     settled = again(with_draft(options, trials.by_speed[0][1]))
     return replace(settled, hooks=setup.hooks, notes=(*settled.notes, trials.why))
@@ -126,7 +126,7 @@ def _small_models(target: Checkpoint) -> Iterator[Checkpoint]:
             yield small
 
 
-def _tried(
+def _run_trials(
     names: list[str],
     sampling: Sampling,
     resolved: Callable[[str], Setup],
@@ -181,7 +181,7 @@ def _s_per_token(decoder: Decoder, sampling: Sampling, best_s: float) -> float:
     return stats.tpot_s or stats.ttft_s
 
 
-def _kept(place: Path) -> DraftTrials | None:
+def _read_trials(place: Path) -> DraftTrials | None:
     """Return an earlier choice; None if no readable one was kept."""
     if not place.is_file():
         return None

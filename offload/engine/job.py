@@ -145,7 +145,7 @@ class PromptScores:
             # a job that is dropped from now on gets no score
             alive = [(ref, job) for ref in self.jobs if (job := ref()) is not None]
             self._scored = [ref for ref, _ in alive]
-            self._scorer = decoder.start_scores([_wanted(job) for _, job in alive])
+            self._scorer = decoder.start_scores([_score_request(job) for _, job in alive])
         if decoder.step_scores(self._scorer):
             return True
         for ref, score in zip(self._scored, self._scorer.prompt_scores(), strict=True):
@@ -159,7 +159,7 @@ class PromptScores:
             decoder.release(self._scorer)
 
 
-def _wanted(job: Job) -> ScoreRequest:
+def _score_request(job: Job) -> ScoreRequest:
     prompt = job.request.prompt
     assert isinstance(prompt, tuple), "it was prepared"
     return ScoreRequest(prompt, 1, job.request.num_prompt_logprobs)

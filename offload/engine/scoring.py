@@ -211,12 +211,14 @@ class Scorer:
             text = self._texts[index]
             if place >= text.first:
                 token = text.tokens[place] if place < len(text.tokens) else None
-                self._seen[index][place] = _told(logits[row].float(), token, text.num_top or 0)
+                self._seen[index][place] = _score_token(
+                    logits[row].float(), token, text.num_top or 0
+                )
         if batch.is_chain:
             cache.commit(range(batch.num_rows))
 
 
-def _told(logits_V: torch.Tensor, token: int | None, num_top: int) -> _TokenScore:
+def _score_token(logits_V: torch.Tensor, token: int | None, num_top: int) -> _TokenScore:
     """Return a token's log probability; None stands for the likeliest token."""
     best = int(logits_V.argmax())
     token = best if token is None else token

@@ -59,7 +59,7 @@ def specified(checkpoint: Checkpoint, *, is_checked: bool = False) -> Checkpoint
         scout = specified(checkpoint.scout, is_checked=is_checked)
         alone = specified(replace(checkpoint, scout=None), is_checked=is_checked)
         return replace(alone, scout=scout)
-    spec = _kept(checkpoint)
+    spec = _known_spec(checkpoint)
     if spec is None or (is_checked and not spec.is_checked):
         # this imports torch
         from offload.model.layer_specs import layers_of
@@ -80,7 +80,7 @@ def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
         scout = known_layers(checkpoint.scout)
         alone = known_layers(replace(checkpoint, scout=None))
         return None if alone is None or scout is None else replace(alone, scout=scout)
-    kept = _kept(checkpoint)
+    kept = _known_spec(checkpoint)
     if kept is not None:
         return replace(checkpoint, layers=kept.layers)
     if checkpoint.config.get("model_type") not in LLAMA_LIKE:
@@ -92,7 +92,7 @@ def known_layers(checkpoint: Checkpoint) -> Checkpoint | None:
     return replace(checkpoint, layers=plain_layers({**checkpoint.config, **sizes}))
 
 
-def _kept(checkpoint: Checkpoint) -> ModelSpec | None:
+def _known_spec(checkpoint: Checkpoint) -> ModelSpec | None:
     """Return the layers of a checkpoint that was built before; None for another."""
     spec = (
         ModelSpec(layers=checkpoint.layers) if checkpoint.layers else kept_spec(_key_of(checkpoint))
@@ -107,7 +107,7 @@ def is_built(
     """Return True if `describe` builds the model, which imports torch. Raises `UserError`."""
     path = config_alone(model)
     if path is None or source is not None:
-        kept = _kept(read(model, source))
+        kept = _known_spec(read(model, source))
         return kept is None or not kept.is_checked
     config = read_config(path)
     is_known = config.get("model_type") in LLAMA_LIKE or bool(config.get("quantization_config"))

@@ -45,7 +45,7 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _plainly(product: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:
+def _call_product(product: Callable[..., Tensor], left: Tensor, right: Tensor) -> Tensor:
     return product(left, right)
 
 
@@ -105,7 +105,7 @@ def path_attention(
     rows: PathRows,
     terms: ScoreTerms,
     *,
-    multiply: MultiplyBy = _plainly,
+    multiply: MultiplyBy = _call_product,
 ) -> Tensor:
     """See `path_attention_kernel`, whose reference this is: by products that `multiply` makes.
 

@@ -256,7 +256,9 @@ class HeldWeights:
             of_width = [matrix for matrix in self._matrices if matrix.bits == bits]
             if of_width:
                 largest = max(of_width, key=lambda matrix: matrix.num_bytes)
-                self._most_rows[bits] = self._tried(largest) if largest.has_product else 0
+                self._most_rows[bits] = (
+                    self._rows_without_scratch(largest) if largest.has_product else 0
+                )
 
     def multiply(self, matrix: Int4 | Int8, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Return rows @ matrix^T, by the way that is fastest for this number of rows."""
@@ -278,7 +280,7 @@ class HeldWeights:
             self._scratch_B = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
         return self._scratch_B[:num_bytes].view(like.dtype)
 
-    def _tried(self, matrix: Int4 | Int8) -> int:
+    def _rows_without_scratch(self, matrix: Int4 | Int8) -> int:
         """Return the most rows that the product without a scratch is faster with."""
 
         def least_s(work: Callable[[], object]) -> float:

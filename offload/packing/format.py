@@ -260,16 +260,16 @@ class _Writing:
             for name, entry in tensors.items()
             for part in parts(entry.lo, entry.hi, size_of(name))
         )
-        done = in_order(self._taken, jobs, _NUM_READING)
+        done = in_order(self._encode_part, jobs, _NUM_READING)
         for name, entry in tensors.items():
-            coded = _counted(islice(done, -(-entry.num_bytes // size_of(name))), on_bytes)
+            coded = _counting_bytes(islice(done, -(-entry.num_bytes // size_of(name))), on_bytes)
             if name in copied:
                 self._add_beside(name, entry, coded)
             elif name not in windows:
                 self._add_plain(name, entry, coded)
             # its samples promised a smaller tensor
             elif not self._add_coded(name, entry, windows[name], coded):
-                again = (self._taken(entry, *part) for part in parts(entry.lo, entry.hi))
+                again = (self._encode_part(entry, *part) for part in parts(entry.lo, entry.hi))
                 self._add_plain(name, entry, again)
         # the widest numbers first, so that all are aligned
         for name, tensor in sorted(self._kept.items(), key=lambda item: -item[1].itemsize):
@@ -282,7 +282,7 @@ class _Writing:
         write_part(self._out, header, 0)
         os.ftruncate(self._out, self._data_lo + self._end)
 
-    def _taken(
+    def _encode_part(
         self, entry: TensorEntry, lo: int, hi: int, way: ExponentWindow | str | None = None
     ) -> tuple[ExponentWords | beside.BesideWords | bytearray, int, int]:
         """Return a part of the source, coded or not, its checksum, and its number of bytes."""
@@ -364,7 +364,7 @@ class _Writing:
             self._kept[name + suffix] = tensor
 
 
-def _counted(taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
+def _counting_bytes(taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
     for part in taken:
         yield part
         on_bytes(part[2])

@@ -169,7 +169,7 @@ class WeightScan:
             # A block that lies over the ends of two reads is looked at in neither; it counts as
             # seen.
             if is_last:
-                seen = _united(seen, max(lo, tensor.lo), min(lo + len(stored), tensor.hi))
+                seen = _with_range(seen, max(lo, tensor.lo), min(lo + len(stored), tensor.hi))
             self._tops[shard, index] = max(known, bits), seen
         if is_news:
             self._found(f"{self._files[shard]}: {tensor.name:.200} {NOT_FINITE}: {_ASK}")
@@ -191,7 +191,7 @@ def _stripes(stored: np.ndarray, item_bytes: int, stripe: int) -> list[np.ndarra
     return [rows, stored[end:]] if stripe == _NUM_STRIPES - 1 else [rows]
 
 
-def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
+def _with_range(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
     """Return disjoint ranges with one more range merged in, so that bytes read twice count once."""
     met = [span for span in seen if span[0] <= hi and lo <= span[1]]
     ends = [lo, hi, *(end for span in met for end in span)]

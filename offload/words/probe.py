@@ -111,9 +111,9 @@ def probe(render: Render, source: str, added: Set[str]) -> ModelWords:
     """
     harmony_marks = MARKS[:3]
     is_harmony = all(mark in source or mark in added for mark in harmony_marks)
-    plain = _tried(render, [_said(_QUESTION), _answer()])
-    asked = [_said(_QUESTION)]
-    knows_tools = _tried(render, asked) != _tried(render, asked, with_tools=True)
+    plain = _try_render(render, [_user_message(_QUESTION), _answer()])
+    asked = [_user_message(_QUESTION)]
+    knows_tools = _try_render(render, asked) != _try_render(render, asked, with_tools=True)
     thoughts, thought_key = _probe_thoughts(render, source, added)
     turn_end = "" if is_harmony else _turn_end(render, plain)
     thinking = _probe_thinking(render, source)
@@ -170,17 +170,19 @@ def _probe_calls(render: Render) -> _ShownCalls | None:
     content_forms: tuple[ContentForm, ...] = ("absent", "none", "empty")
     for key_form, content_form, is_text in product(key_forms, content_forms, (False, True)):
         form = (is_text, content_form, key_form)
-        shown = _tried(render, [_said(_QUESTION), _calling(1, *form)], with_tools=True)
+        shown = _try_render(render, [_user_message(_QUESTION), _calling(1, *form)], with_tools=True)
         if shown is None:
             # some want the result behind it
             result = {"role": "tool", "content": "rqone", "name": _NAMES[0]}
             result["tool_call_id"] = _KEYS[key_form][0]
-            messages = [_said(_QUESTION), _calling(1, *form), result]
-            shown = _tried(render, messages, with_tools=True)
+            messages = [_user_message(_QUESTION), _calling(1, *form), result]
+            shown = _try_render(render, messages, with_tools=True)
             shown = shown and shown.partition("rqone")[0]
         if shown is None or not _is_sound(shown):
             continue
-        double = _tried(render, [_said(_QUESTION), _calling(2, *form)], with_tools=True)
+        double = _try_render(
+            render, [_user_message(_QUESTION), _calling(2, *form)], with_tools=True
+        )
         if double is not None and _NAMES[1] not in double.rpartition(_QUESTION)[2]:
             double = None
         return _ShownCalls(shown, double, *form)
@@ -189,7 +191,7 @@ def _probe_calls(render: Render) -> _ShownCalls | None:
 
 def _turn_end(render: Render, plain: str | None) -> str:
     """Return the mark right behind an answer, before another question and at the end alike."""
-    longer = _tried(render, [_said(_QUESTION), _answer(), _said("uqtwo")])
+    longer = _try_render(render, [_user_message(_QUESTION), _answer(), _user_message("uqtwo")])
     ends = [
         _first_mark(shown.rpartition(_ANSWER)[2].lstrip()) for shown in (plain, longer) if shown
     ]
@@ -202,7 +204,7 @@ def _wants_objects(render: Render, shown: _ShownCalls) -> bool:
         return False
     message = _calling(1, False, shown.content_form, shown.key_form)
     message["tool_calls"][0]["function"]["arguments"] = '{"kqone'
-    return _tried(render, [_said(_QUESTION), message], with_tools=True) is None
+    return _try_render(render, [_user_message(_QUESTION), message], with_tools=True) is None
 
 
 def _is_sound(shown: str) -> bool:
@@ -214,7 +216,7 @@ def _is_sound(shown: str) -> bool:
     )
 
 
-def _said(content: str) -> Message:
+def _user_message(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
@@ -257,7 +259,7 @@ def _tools() -> list[Message]:
     return tools
 
 
-def _tried(render: Render, messages: list[Message], *, with_tools: bool = False) -> str | None:
+def _try_render(render: Render, messages: list[Message], *, with_tools: bool = False) -> str | None:
     try:
         return render(messages, {"tools": _tools()} if with_tools else {})
     except ValueError:
@@ -456,7 +458,7 @@ def _probe_thinking(render: Render, source: str) -> tuple[str, Any, Any] | None:
         for value in (on, off):
             with suppress(ValueError):
                 variables = {name: value, "add_generation_prompt": True}
-                rendered.append(render([_said(_QUESTION)], variables))
+                rendered.append(render([_user_message(_QUESTION)], variables))
         if len({*rendered}) > 1:
             return name, on, off
     return None
@@ -471,7 +473,9 @@ def _probe_thoughts(
     for key, is_calling in product(_THOUGHT_KEYS, (False, True)):
         # some show thoughts of turns with calls alone
         answer = _calling(1, False, "empty", "short") if is_calling else _answer()
-        shown = _tried(render, [_said(_QUESTION), answer | {key: _THOUGHT}], with_tools=is_calling)
+        shown = _try_render(
+            render, [_user_message(_QUESTION), answer | {key: _THOUGHT}], with_tools=is_calling
+        )
         if shown is None or _THOUGHT not in shown:
             continue
         thought_key = key

@@ -116,7 +116,7 @@ def first_range_twice_as_often(matches: suffix_index.Matches, most: int, seed: i
 
 @pytest.mark.parametrize("mistake", [first_ones, first_range_twice_as_often])
 def test_a_biased_draw_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_index, "_drawn", mistake)
+    monkeypatch.setattr(suffix_index, "_drawn_indices", mistake)
     assert p_value(spread()) < 1e-6
 
 

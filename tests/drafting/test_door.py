@@ -98,7 +98,7 @@ def test_trials_that_cannot_win_are_cut_or_not_begun(monkeypatch: pytest.MonkeyP
         of_link = {"mtp": 2.4, "self:int4": 2.4, "small": 2.7}
         opened = list[str]()
         names = ["none", "mtp", "self:int4", "small"]
-        trials = draft_choice._tried(
+        trials = draft_choice._run_trials(
             names,
             Sampling(),
             lambda name: SimpleNamespace(name=name, link_s=lambda _: of_link[name]),

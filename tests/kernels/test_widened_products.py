@@ -136,7 +136,7 @@ def test_what_it_cannot_do_is_left_to_the_library(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no memory may be executed")
 
     machine_code.fused_lanes.cache_clear()
-    monkeypatch.setattr(machine_code, "_made", refuse)
+    monkeypatch.setattr(machine_code, "_compile_module", refuse)
     try:
         assert machine_code.fused_lanes() == 0
         assert wide_products.linear(numbers(2, 64).bfloat16(), numbers(8, 64).bfloat16()).shape == (2, 8)

@@ -78,7 +78,7 @@ class MessageAnswer(BlockAnswer):
         delta = _event("message_delta", delta=self._reason(result), usage=_usage(result))
         return [delta, _event("message_stop")]
 
-    def _told(self, result: Generation) -> dict[str, Any]:
+    def _final_body(self, result: Generation) -> dict[str, Any]:
         ends = self._reason(result)
         return {**self._head, "content": self._content, **ends, "usage": _usage(result)}
 

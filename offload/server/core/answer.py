@@ -165,21 +165,21 @@ class BlockAnswer(Answer):
     def events(self, index: int, piece: OutputDelta | None) -> list[Event]:
         """Return the events for a piece, or for the end."""
         if piece is not None:
-            return self._taken(self._reader.push(piece.segments))
+            return self._part_events(self._reader.push(piece.segments))
         return self._ended(self._result(index))
 
     def whole(self) -> dict[str, Any]:
         """Return everything at once."""
         result = self._result(0)
-        self._taken(self._reader.push(result.segments))
+        self._part_events(self._reader.push(result.segments))
         self._ended(result)
-        return self._told(result)
+        return self._final_body(result)
 
     def _ended(self, result: Generation) -> list[Event]:
-        events = self._taken(self._reader.finish(result))
+        events = self._part_events(self._reader.finish(result))
         return [*events, *self._closed(), *self._end(result)]
 
-    def _taken(self, parts: Sequence[Part]) -> list[Event]:
+    def _part_events(self, parts: Sequence[Part]) -> list[Event]:
         """Return events for parts; a part of another kind closes the open block."""
         events = list[Event]()
         for part in parts:
@@ -215,6 +215,6 @@ class BlockAnswer(Answer):
         """Return the reason and the end of the answer."""
         raise NotImplementedError
 
-    def _told(self, result: Generation) -> dict[str, Any]:
+    def _final_body(self, result: Generation) -> dict[str, Any]:
         """Return the answer as the events have told it."""
         raise NotImplementedError

@@ -327,10 +327,10 @@ class ResponseAnswer(BlockAnswer):
         return [*events, self._event("response.output_item.done", **place, item={**item})]
 
     def _end(self, result: Generation) -> list[Event]:
-        response = self._told(result)
+        response = self._final_body(result)
         return [self._event(f"response.{response['status']}", response=response)]
 
-    def _told(self, result: Generation) -> dict[str, Any]:
+    def _final_body(self, result: Generation) -> dict[str, Any]:
         is_cut = result.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         details = {"reason": "max_output_tokens"} if is_cut else None
