@@ -86,13 +86,13 @@ class UncommittedRows(Generic[Node]):
         for node in path:
             node.row = None
         kept = list[int]()
-        stay = list[Node]()
+        kept_nodes = list[Node]()
         for node in self.nodes:
             if node.row is not None and is_kept(node):
                 kept.append(node.row)
-                node.row = len(stay)
-                stay.append(node)
-        self.nodes = stay
+                node.row = len(kept_nodes)
+                kept_nodes.append(node)
+        self.nodes = kept_nodes
         return committed, kept
 
 

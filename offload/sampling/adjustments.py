@@ -20,7 +20,7 @@ from offload.sampling_options import Sampling
 Send = Callable[[Tensor], Tensor]
 
 
-def stay(tensor: Tensor) -> Tensor:
+def unchanged(tensor: Tensor) -> Tensor:
     """Return the tensor unchanged, for logits on the host."""
     return tensor
 
@@ -82,7 +82,7 @@ class Penalties:
         self._said_C = None
 
     def adjust(
-        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
+        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = unchanged
     ) -> Tensor:
         """Return biased and penalised logits, see `Adjustment`."""
         scores_TV = logits_TV.to(torch.float32, copy=True)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.errors import UserError, refusing, require
-from offload.sampling.adjustments import Send, stay
+from offload.sampling.adjustments import Send, unchanged
 from offload.sampling.grammar import REMEDY, Grammar, require_compiler, require_sound, tried_source
 
 # Bytes of text whose compiled grammars are kept, which usually take some 200 times as much; and what
@@ -91,7 +91,7 @@ class GrammarMask:
         return bits is not None and not bits.any()
 
     def adjust(
-        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
+        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = unchanged
     ) -> Tensor:
         """Mask what the grammar forbids, except for rows that sampling reports, as not finite."""
         scores_TV = logits_TV.to(torch.float32, copy=True)

@@ -27,7 +27,7 @@ from transformers.generation.logits_process import (
 )
 
 from offload.errors import UserError, reason
-from offload.sampling.adjustments import Adjustment, Send, stay
+from offload.sampling.adjustments import Adjustment, Send, unchanged
 
 # settings of which none changes what is written here, with the value that does nothing
 _UNHEEDED: dict[str, Any] = {
@@ -165,7 +165,7 @@ class ModelRules:
             earlier, later = self.adjustments(2, 4)
             for adjustment in (*earlier, *later):
                 adjustment.begin([0, 0])
-                adjustment.adjust(torch.zeros(1, self._vocab_size), [()], stay)
+                adjustment.adjust(torch.zeros(1, self._vocab_size), [()], unchanged)
         # the library raises errors of any kind
         except Exception as error:
             raise UserError(
@@ -201,7 +201,7 @@ class AddedScores:
         self._last = self._seen(tokens)
 
     def adjust(
-        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
+        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = unchanged
     ) -> Tensor:
         """Adjust each row's logits for its own text; rows with equal texts share the work."""
         rows_of = defaultdict[tuple[int, ...], list[int]](list)
@@ -261,7 +261,7 @@ class NoRepeatedNgrams:
                 self._followers[tuple(before)].add(last)
 
     def adjust(
-        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
+        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = unchanged
     ) -> Tensor:
         """Forbid in each row the tokens that would repeat a sequence of its own text."""
         forbidden = [
@@ -307,7 +307,7 @@ class DecayingLength:
         self._num_new += len(tokens)
 
     def adjust(
-        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay
+        self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = unchanged
     ) -> Tensor:
         """Raise the scores of end tokens by the length of each row's own text."""
         excess = [self._num_new + len(path) - self._num_before for path in paths]
