@@ -201,7 +201,7 @@ def _write_store(
     The tokenizer of `model` lies in `place`. Returns what `--json` prints.
     """
     from offload.datastore.build import Coder
-    from offload.engine.conversation import load_tokenizer
+    from offload.engine.tokenizer import load_tokenizer
 
     console.wait(f"reading the tokenizer of {model}")
     tokenizer = load_tokenizer(place)

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from offload.checkpoint.small_files import no_chat_template
 from offload.engine.text_stream import special_tokens
 from offload.engine.tokenizer import TOKENIZER_FAILED, Tokenizer, tokenizer_end_ids
-from offload.engine.tokenizer import load_tokenizer as load_tokenizer
 from offload.errors import UserError, refusing, require
 from offload.guarded_process import MOST_CHARS, GuardedProcess, ProgramExceeded, ProgramFailed
 from offload.words.probe import ModelWords, Render, probe, with_content_form
