@@ -19,7 +19,7 @@ from offload.checkpoint.layout import SlabLayout
 from offload.drafting.registry import open_drafter
 from offload.kernels.jit import is_for_kernels
 from offload.memory.plan import MemoryPlan
-from offload.model.kernel_use import use_kernels
+from offload.model.cuda_graphs import use_kernels
 from offload.model.tree_model import TreeModel
 from offload.planning.cost_model import NOTHING, Costs, Traffic
 from offload.planning.knowledge import Knowledge, RunSettings

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from offload.kernels.path_attention import BLOCK, HEADER, PathRows
+from offload.kernels.registry import KernelSet
 from offload.model.kv_cache import KVCache
+from offload.model.norms import set_norm_kernel
 from offload.model.parts import BatchPart, PassCache, causal
 from offload.model.path_attention import path_rows
 from offload.model.tree_model import TreeModel
@@ -207,3 +209,21 @@ def use_graphs(model: TreeModel) -> str | None:
         return f"{_WITHOUT} ({why[:120]})"
     model.set_graph_runner(Graphs(model, open_recorder))
     return None
+
+
+def use_kernels(
+    target: TreeModel, draft: TreeModel | None, kernels: KernelSet, device: torch.device
+) -> str | None:
+    """Make both models compute with these kernels, and record the draft's small passes.
+
+    Matrices at 4 bits use theirs only if they lie on the kernels' device. Return a line with the
+    reason if a draft there cannot be recorded.
+    """
+    for model in filter(None, (target, draft)):
+        model.set_attention_kernel(kernels.path_attention)
+        set_norm_kernel(model.meta_model, kernels.rms_norm)
+        if model.held is not None and model.torch_device.type == device.type:
+            model.held.set_kernel(kernels.multiply_int4)
+    if draft is None or draft.torch_device.type != "cuda":
+        return None
+    return use_graphs(draft)
