@@ -21,7 +21,7 @@ from offload.kernels.machine_code import ORDER, emulates_bfloat16, fused_lanes
 from offload.kernels.path_attention_cpu import compile_for
 from offload.machine import cpu_name, num_cores
 from offload.memory.plan import MemoryPlan
-from offload.model.invariant import InvariantRows
+from offload.model.invariant import BatchInvariantProducts
 from offload.model.kv_cache import KEYS, VALUES, KVCache
 from offload.model.mixers.selection import selecting_few
 from offload.model.path_attention import try_scores
@@ -52,7 +52,7 @@ class Invariance(NamedTuple):
     # why it does not
     reason: str = ""
     # that make it so; they refuse a product where no number of rows helps
-    rows: InvariantRows | None = None
+    rows: BatchInvariantProducts | None = None
     was_tried: bool = False
 
     @property
@@ -167,7 +167,7 @@ def make_invariant(
     if _turns_by_length(model, context):
         return Invariance(reason="its rotary embeddings depend on the length of the text")
     invariance = Invariance()
-    rows = InvariantRows(thread_counts)
+    rows = BatchInvariantProducts(thread_counts)
     try:
         for layer in model.layers_to_try:
             _try_layer(model, fetch, rows, layer)
@@ -183,7 +183,7 @@ def make_invariant(
 def _try_layer(
     model: TreeModel,
     fetch: Callable[[SlabLayout], np.ndarray],
-    rows: InvariantRows,
+    rows: BatchInvariantProducts,
     layer: int,
 ) -> None:
     """Raises `_DifferError`."""
@@ -220,7 +220,7 @@ def _length(stated: Any) -> int:
     return stated if type(stated) is int else 0
 
 
-def _require_invariance(model: TreeModel, rows: InvariantRows) -> None:
+def _require_invariance(model: TreeModel, rows: BatchInvariantProducts) -> None:
     """Make the model invariant from now on, by `rows`. Raises `_DifferError`."""
     lengths = [_length(getattr(model.meta_model.config, "max_position_embeddings", None))]
     lengths += _trained_lengths(model, "longrope")

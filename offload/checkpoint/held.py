@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry, layer_name
-from offload.encoding.base import Encoding
+from offload.encoding.base import StorageType
 from offload.encoding.residuals import Residual, group_of, held_bytes, padded_rows
 
 _BLOCK_ROWS = 64
@@ -69,7 +69,7 @@ def is_shared(entry: TensorEntry, held: Held | None) -> bool:
     return is_copy and is_residual(entry)
 
 
-def shared_bytes(shape: tuple[int, ...], computed: Encoding) -> int:
+def shared_bytes(shape: tuple[int, ...], computed: StorageType) -> int:
     """Return the bytes of a draft in addition to such a copy: scales in its compute type."""
     if computed.name == "BF16":
         return 0
@@ -78,7 +78,7 @@ def shared_bytes(shape: tuple[int, ...], computed: Encoding) -> int:
 
 
 def held_sizes(
-    tensors: Entries, layers: Iterable[Iterable[TensorEntry]], held: Held, computed: Encoding
+    tensors: Entries, layers: Iterable[Iterable[TensorEntry]], held: Held, computed: StorageType
 ) -> HeldSizes:
     """Return the memory of a draft with these layers."""
     names = {entry: name for name, entry in tensors.items()}

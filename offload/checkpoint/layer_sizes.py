@@ -13,7 +13,7 @@ from typing import NamedTuple
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound, slice_of
 from offload.checkpoint.tensors import MIXTURE, Entries, TensorEntry, layer_name
-from offload.encoding.base import ENCODINGS, Encoding
+from offload.encoding.base import ENCODINGS, StorageType
 
 # names within a layer; not `shared_experts.`, which every row passes
 _ROUTED = re.compile(rf".*?{MIXTURE}(?:(\d{{1,9}})\.)?(.+)$")
@@ -54,7 +54,7 @@ class ExpertShape(NamedTuple):
 
 
 def expert_shape(
-    checkpoint: Checkpoint, width: int, num_layers: int, computed: Encoding
+    checkpoint: Checkpoint, width: int, num_layers: int, computed: StorageType
 ) -> ExpertShape | None:
     """Return the experts of a model that computes in `computed`; None if it has fewer than two.
 
@@ -123,7 +123,7 @@ def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
     )
 
 
-def scratch_bytes_of(tensors: Entries, computed: Encoding, least_bytes: int = 0) -> int:
+def scratch_bytes_of(tensors: Entries, computed: StorageType, least_bytes: int = 0) -> int:
     """Return the expanded bytes of the module with the most coded weights, and of the one with the
     most around others.
 
@@ -141,12 +141,12 @@ def scratch_bytes_of(tensors: Entries, computed: Encoding, least_bytes: int = 0)
     return max([least_bytes, *inner]) + max((sizes[module] for module in outer), default=0)
 
 
-def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
+def _expanded_bytes(entries: Sequence[TensorEntry], computed: StorageType) -> int:
     coded = [entry for entry in entries if entry.coded is not None]
     return sum(computed.stored_bytes(entry.shape) + _SCRATCH_ALIGN_BYTES for entry in coded)
 
 
-def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
+def cast_bytes_of(entries: Iterable[TensorEntry], computed: StorageType) -> int:
     """Return the bytes of copies in the compute type; coded tensors use the scratch instead."""
     plain = (entry for entry in entries if entry.coded is None and entry.dtype in ENCODINGS)
     return sum(

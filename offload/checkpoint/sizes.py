@@ -34,7 +34,7 @@ from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.small_files import decoder_config, first_size, has_encoder, of_text
 from offload.checkpoint.spec import FLOAT_BYTES, PLAIN, RecurrentLayer
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.base import PLAIN_OF, Encoding, Settings
+from offload.encoding.base import PLAIN_OF, Settings, StorageType
 from offload.encoding.residuals import Residual
 from offload.errors import UserError
 from offload.families.types import MISCOMPUTED, REFUSED
@@ -375,7 +375,7 @@ def table_and_head(
     return tables, others + as_head
 
 
-def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
+def _rest_bytes(entries: list[TensorEntry], computed: StorageType) -> int:
     """Return the bytes of tensors as stored, and of copies in the compute type where needed."""
     plain = [entry for entry in entries if entry.coded is None]
     expanded = (computed.stored_bytes(entry.shape) for entry in entries if entry.coded is not None)

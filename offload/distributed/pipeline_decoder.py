@@ -47,7 +47,7 @@ class NullCache:
 
     length = 0
 
-    def keepable(self, num_positions: int) -> int:
+    def reusable_prefix(self, num_positions: int) -> int:
         """Return the number of slots."""
         return min(num_positions, self.length)
 

@@ -1,6 +1,6 @@
 """The interface of storage formats of tensors, and checks that they share.
 
-The numbers of an `Encoding` are a view of the stored bytes. The numbers of a `Coding` have to be
+The numbers of a `StorageType` are a view of the stored bytes. The numbers of a `Coding` have to be
 expanded before a product. Its words are streamed as stored. The small tensors that belong to them,
 the companions (scales, zero points, column orders), are read once, checked, and stay in memory.
 Headers, layouts, sizes and the planner know tensors by this interface alone; another format is one
@@ -22,7 +22,7 @@ Tensors = Mapping[str, "Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class StorageType:
     """A storage format of plain numbers."""
 
     name: str  # name in safetensors headers
@@ -158,7 +158,7 @@ _PARTS = (("F64", "float64", 8), ("I64", "int64", 8), ("I32", "int32", 4), ("I16
           ("U8", "uint8", 1), ("BOOL", "bool", 1), ("U64", "uint64", 8), ("U32", "uint32", 4), ("U16", "uint16", 2),
           ("F8_E4M3", "float8_e4m3fn", 1), ("F8_E5M2", "float8_e5m2", 1), ("F8_E8M0", "float8_e8m0fnu", 1))  # fmt: skip
 # all types that can be read, by the header's name
-STORED = {row[0]: Encoding(*row) for row in (*_PLAIN, *_PARTS)}
+STORED = {row[0]: StorageType(*row) for row in (*_PLAIN, *_PARTS)}
 # types of weights that are computed with as stored, by the header's name
 ENCODINGS = {name: STORED[name] for name, *_ in _PLAIN}
 # the same types by torch's name

@@ -44,17 +44,17 @@ class _CacheSet:
         """Return the tokens of the text in the caches: their content begins with these."""
         return self._returned if self.holder is None else self.holder.tokens
 
-    def give(self, holder: CacheHolder, num_kept: int) -> None:
-        """Give the set to a holder, with what it holds of the first tokens."""
-        self.take_back()
+    def assign(self, holder: CacheHolder, num_kept: int) -> None:
+        """Assign the set to a holder, with the rows of its first `num_kept` tokens."""
+        self.release()
         self.caches.clear(num_kept)
         holder.hold(self.caches)
         self.is_kept = False
         self._holder = weakref.ref(holder, self._forget)
         self._last_tokens = holder.tokens
 
-    def take_back(self) -> None:
-        """Take the set from its holder; the text in it stays."""
+    def release(self) -> None:
+        """Take the set from its holder; the rows in it stay."""
         self._returned = self.tokens
         holder = self.holder
         self._holder = None
@@ -72,7 +72,7 @@ class _CacheSet:
 
 
 class CachePool:
-    """Lends sets of caches to sequences; `start_ids` precede every text after an encoder's prompt.
+    """Assigns sets of caches to sequences; `start_ids` precede every text after an encoder's prompt.
 
     Caches are never replaced: captured graphs refer to their buffers, and a text may continue from
     what another one left there. With one set a new text takes over the one before; with several
@@ -102,21 +102,21 @@ class CachePool:
         """Return the tokens of the text in them: their content begins with these."""
         return self._sets[-1].tokens
 
-    def lend(self, sequence: TokenSequence, *, keeps: bool) -> None:
-        """Lend a free set, or the only one. Raises `UserError` if all are taken.
+    def acquire(self, sequence: TokenSequence, *, keeps: bool) -> None:
+        """Assign a free set, or the only one, to a sequence. Raises `UserError` if all are taken.
 
-        With `keeps`, what was computed for the tokens that both texts begin with is kept.
+        With `keeps`, the set's rows of the tokens that both texts begin with are kept.
         """
         free = self._free()
         num_kept = 0
         best = free[0]
         if keeps:
-            alike = [self._num_to_keep(cache_set, sequence.tokens) for cache_set in free]
-            num_kept = max(alike)
-            best = free[alike.index(num_kept)]
+            shared = [self._num_to_keep(cache_set, sequence.tokens) for cache_set in free]
+            num_kept = max(shared)
+            best = free[shared.index(num_kept)]
             num_kept = self._copied(best, sequence.tokens, num_kept)
         self._keep(best)
-        best.give(sequence, num_kept)
+        best.assign(sequence, num_kept)
         self._sets.remove(best)
         self._sets.append(best)
 
@@ -136,14 +136,14 @@ class CachePool:
             self._prefixes.keep(cache_set.caches, cache_set.tokens)
             cache_set.is_kept = True
 
-    def borrow(self, holder: CacheHolder) -> None:
-        """Lend a free set, or the only one, emptied, to a holder that is no text.
+    def acquire_empty(self, holder: CacheHolder) -> None:
+        """Assign a free set, or the only one, emptied, to a holder that is no text.
 
         Raises `UserError` if all are taken.
         """
         cache_set = self._free()[0]
         self._keep(cache_set)
-        cache_set.give(holder, 0)
+        cache_set.assign(holder, 0)
 
     def _free(self) -> list[_CacheSet]:
         free = [cache_set for cache_set in self._sets if cache_set.holder is None]
@@ -163,7 +163,7 @@ class CachePool:
         if other is cache_set or most_shared < num_kept + LEAST_COPIED:
             return num_kept
         self._keep(cache_set)
-        cache_set.take_back()
+        cache_set.release()
         cache_set.fill([])  # nothing of an interrupted copy is kept
         cache_set.caches.copy_from(other.caches, most_shared)
         cache_set.fill(tokens[:most_shared])
@@ -173,19 +173,19 @@ class CachePool:
         """Count these tokens in a set, the last excluded; 0 for another encoder's prompt."""
         num = num_shared(cache_set.tokens, tokens)
         is_other = any(token not in tokens[:num] for token in self._start_ids)
-        return 0 if is_other else cache_set.caches.target.keepable(min(num, len(tokens) - 1))
+        return 0 if is_other else cache_set.caches.target.reusable_prefix(min(num, len(tokens) - 1))
 
     def release(self, sequence: CacheHolder) -> None:
         """Give the caches back; their content stays until they are lent again."""
         for cache_set in self._sets:
             if cache_set.holder is sequence:
-                cache_set.take_back()
+                cache_set.release()
                 self._keep(cache_set)
 
-    def take_back(self) -> list[int]:
+    def release_all(self) -> list[int]:
         """Take the caches from all sequences; return the tokens of the last holder."""
         for cache_set in self._sets:
-            cache_set.take_back()
+            cache_set.release()
             self._keep(cache_set)
         return self.tokens
 

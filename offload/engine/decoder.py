@@ -269,7 +269,7 @@ class Decoder(TokenDecoder):
         most_rows = self.plan.max_prompt_rows + self.plan.num_nodes
         with self.lock.taken():
             scorer = Scorer(self.target, None, most_rows, texts)
-            self._pool.borrow(scorer)
+            self._pool.acquire_empty(scorer)
             return scorer
 
     def step_scores(self, scorer: Scorer) -> bool:

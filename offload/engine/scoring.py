@@ -156,7 +156,7 @@ class Scorer:
         before: int | None = None
         while waiting:
             index = waiting.popleft()
-            lo = self._cache.keepable(self._num_alike(num_held, before, index))
+            lo = self._cache.reusable_prefix(self._num_alike(num_held, before, index))
             while len(rows[index]) - lo > (most := self._room_behind(lo)):
                 part = _Branches(lo)
                 part.add(index, rows[index][lo : lo + most])

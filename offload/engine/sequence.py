@@ -84,7 +84,7 @@ class Caches(NamedTuple):
         """
         num_joined = self.draft.can_follow(self.target.length)
         is_near = num_joined < self.target.length <= num_joined + most_lost
-        if is_near and self.target.keepable(num_joined) == num_joined:
+        if is_near and self.target.reusable_prefix(num_joined) == num_joined:
             self.target.clear(num_joined)
 
 

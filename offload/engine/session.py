@@ -136,7 +136,7 @@ def load_session(
         session = _checked(path, file, identities, plan)
         if data_sum(path) != file.metadata().get(SUM):
             raise _broken(path, "its checksum does not fit")
-        pool.take_back()
+        pool.release_all()
         pool.caches.clear()
         pool.caches.target.is_long = file.metadata().get("is_long") == str(True)
         for part, cache in pool.caches.saved().items():
@@ -230,7 +230,7 @@ def _recurrent_tensors(part: str, cache: KVCache, num_tokens: int) -> dict[str, 
     """Return recurrent layers' states after the kept positions, each as one row."""
     if not isinstance(cache, RecurrentCache):
         return {}
-    return point_tensors(part, cache.point_at(cache.keepable(num_tokens)))
+    return point_tensors(part, cache.point_at(cache.reusable_prefix(num_tokens)))
 
 
 @contextmanager

@@ -200,7 +200,7 @@ class TokenDecoder:
             )
             sampler.begin(said)
             sequence = TokenSequence(begun, sampler, rule, shape, limits, is_ranked=is_ranked)
-            self._pool.lend(sequence, keeps=keeps)
+            self._pool.acquire(sequence, keeps=keeps)
             self.target.turn(begun, sequence.caches.target)
             self._pool.fill(sequence)
             sequence.stats.num_kept_tokens = sequence.caches.target.length
@@ -240,7 +240,7 @@ class TokenDecoder:
             self._resources.close()
             if self._is_open:
                 self._is_open = False
-                self._pool.take_back()
+                self._pool.release_all()
                 del self.target, self.drafter, self._pool, self._speculation, self.sources
 
     def __enter__(self) -> Self:

@@ -52,7 +52,7 @@ _LEAST_BATCHED = 2  # beyond these dimensions rows have one for texts
 _TRIED: dict[Any, RowSizes] = {}
 
 
-class InvariantRows(Products):
+class BatchInvariantProducts(Products):
     """Products in which a row has the same bits whatever rows are beside it.
 
     Args:
@@ -136,7 +136,7 @@ class InvariantRows(Products):
             if matrix.device.type != "cpu":
                 return DEVICE_LADDER[:1]
             # within a pass one thread computes it
-            one_thread = InvariantRows((1,))
+            one_thread = BatchInvariantProducts((1,))
             both = [
                 {*one_thread._sizes_of(functional.linear, like, is_transposed=True)}
                 for like in (matrix, matrix.float())

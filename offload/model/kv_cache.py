@@ -242,7 +242,7 @@ class KVCache:
         layers need of it.
         """
 
-    def keepable(self, num_positions: int) -> int:
+    def reusable_prefix(self, num_positions: int) -> int:
         """Return the most of these first positions that `clear` can keep."""
         return min(num_positions, self.length)
 

@@ -2,7 +2,7 @@
 
 A pass has parts, each of one text, which sees the columns of that text alone. Products take all
 rows at once, attention takes part by part: so what a row gets does not depend on other texts, but
-for the rounding of products of more rows (and not even that where rows are `InvariantRows`).
+for the rounding of products of more rows (and not even that where rows are `BatchInvariantProducts`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

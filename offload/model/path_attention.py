@@ -37,7 +37,7 @@ _ONES = 16
 _LEAST_WIDTH = 32  # of keys and values: narrower ones are multiplied in ways of their own
 # scores are exponents of 2: the exponential of -inf takes a multiple of the time
 _LOG2_E = math.log2(math.e)
-# a product, its rows, its second factor; see `InvariantRows.multiply`
+# a product, its rows, its second factor; see `BatchInvariantProducts.multiply`
 MultiplyBy = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
 
 

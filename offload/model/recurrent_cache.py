@@ -230,24 +230,24 @@ class RecurrentCache(KVCache):
         self._points.clear()
         return [point for point in points if 0 < point.length <= self.length]
 
-    def keepable(self, num_positions: int) -> int:
+    def reusable_prefix(self, num_positions: int) -> int:
         """See `KVCache`: states are there behind what is committed, and behind the last prompt."""
         lengths = (self._here.length, self._mark.length)
         return next((length for length in lengths if length <= num_positions), 0)
 
     def point_at(self, length: int) -> Point:
-        """Return the states of layers behind `length` positions, which must be `keepable`."""
+        """Return the states of layers behind `length` positions, which must be `reusable_prefix`."""
         known = {point.length: point for point in (Point(0), self._mark, self._here)}
         assert length in known, "states are there"
         return known[length]
 
     def states(self, most: int) -> dict[int, LayerStates]:
         """See `KVCache`; of as many positions as there are states for, see `point_at`."""
-        return super().states(self.keepable(most))
+        return super().states(self.reusable_prefix(most))
 
     def clear(self, num_kept: int = 0) -> None:
         """See `KVCache`; what has no states is forgotten as well."""
-        length = self.keepable(num_kept)
+        length = self.reusable_prefix(num_kept)
         self.hold(self.point_at(length))
         super().clear(length)
 
@@ -270,7 +270,7 @@ class RecurrentCache(KVCache):
     def copy_from(self, other: KVCache, num_positions: int) -> None:
         """See `KVCache`; as far as there are states."""
         assert isinstance(other, RecurrentCache), "a cache of the same model"
-        length = other.keepable(num_positions)
+        length = other.reusable_prefix(num_positions)
         super().copy_from(other, length)
         self.hold(other.point_at(length))
 

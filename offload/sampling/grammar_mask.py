@@ -79,8 +79,8 @@ class GrammarMask:
                     )
                 self._committed.append(token)
                 del self._walked[0]
-            self._masks = _behind(token, self._masks)
-            self._broken = _behind(token, self._broken)
+            self._masks = _shift_paths(token, self._masks)
+            self._broken = _shift_paths(token, self._broken)
 
     @property
     def is_over(self) -> bool:
@@ -110,10 +110,10 @@ class GrammarMask:
     def _mask(self, path: TokenPath) -> Bits | None:
         """Return the tokens that may follow a path; None if all may, or if the matcher gave up."""
         if path not in self._masks:
-            self._masks[path] = self._allowed_behind(path)
+            self._masks[path] = self._allowed_shift_paths(path)
         return self._masks[path]
 
-    def _allowed_behind(self, path: TokenPath) -> Bits | None:
+    def _allowed_shift_paths(self, path: TokenPath) -> Bits | None:
         if self._has_ended or not self._end_ids.isdisjoint(path):
             return None
         with refusing(f"{self._name} cannot be followed any further", REMEDY):
@@ -146,7 +146,7 @@ class GrammarMask:
         self._walked = list[int]()
 
 
-def _behind(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
+def _shift_paths(token: int, known: Mapping[TokenPath, T]) -> dict[TokenPath, T]:
     """Return the known paths that begin with `token`, keyed as once that is committed."""
     return {path[1:]: state for path, state in known.items() if path[:1] == (token,)}
 

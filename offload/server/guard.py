@@ -68,14 +68,14 @@ class Guard:
             return
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
-        is_guest = origin in self._settings.origins
-        send = _marked(send, origin if is_guest else None)
+        is_allowed_origin = origin in self._settings.origins
+        send = _with_headers(send, origin if is_allowed_origin else None)
         try:
             self._check_host(headers)
-            if is_guest and scope["method"] == "OPTIONS":
+            if is_allowed_origin and scope["method"] == "OPTIONS":
                 await Response(status_code=204, headers=_MAY)(scope, receive, send)
                 return
-            if not is_guest:
+            if not is_allowed_origin:
                 self._check_site(headers, scope["method"])
             self._check_key(headers, scope["path"])
             if scope["method"] in _WITH_BODY:
@@ -160,9 +160,11 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return receiving
 
 
-def _marked(send: Send, guest: str | None) -> Send:
-    """Return a `send` that adds all answers' headers; pages of the origin `guest` may read them."""
-    allowed = {} if guest is None else {"access-control-allow-origin": guest, "vary": "Origin"}
+def _with_headers(send: Send, allowed_origin: str | None) -> Send:
+    """Return a `send` that adds all answers' headers; pages of `allowed_origin` may read them."""
+    allowed = {}
+    if allowed_origin is not None:
+        allowed = {"access-control-allow-origin": allowed_origin, "vary": "Origin"}
     marks = {**_MARKS, **allowed}
 
     async def sending(message: Message) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 import offload
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.checkpoint.open import open_checkpoint
-from offload.model.invariant import InvariantRows
+from offload.model.invariant import BatchInvariantProducts
 from offload.model.row_sizes import find_sizes
 from offload.model.tree_model import TreeModel
 from offload.sampling_options import Sampling
@@ -62,14 +62,14 @@ def found(
 
 def plant(monkeypatch: pytest.MonkeyPatch, product: Product) -> None:
     """Let padded products be made so."""
-    real = InvariantRows.linear
+    real = BatchInvariantProducts.linear
 
-    def planted(self: InvariantRows, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def planted(self: BatchInvariantProducts, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         with monkeypatch.context() as patch:
             patch.setattr("offload.model.invariant.functional.linear", product)
             return real(self, left, weight, bias)
 
-    monkeypatch.setattr(InvariantRows, "linear", planted)
+    monkeypatch.setattr(BatchInvariantProducts, "linear", planted)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_products_that_no_padding_mends_are_refused(
 
 def test_one_unpadded_product_is_seen(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's, say, while a product of few rows differs."""
-    real = InvariantRows.linear
+    real = BatchInvariantProducts.linear
 
-    def planted(self: InvariantRows, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def planted(self: BatchInvariantProducts, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.shape[0] == 199:
             return (linear if left.shape[-2] >= 4 else halves)(left, weight, bias)
         return real(self, left, weight, bias)
 
-    monkeypatch.setattr(InvariantRows, "linear", planted)
+    monkeypatch.setattr(BatchInvariantProducts, "linear", planted)
     invariance = found(target)
     assert not invariance.holds and "than in parts" in invariance.reason
 

@@ -12,7 +12,7 @@ from gguf_files import KINDS, interleaved, random_blocks
 from safetensors.torch import save_file
 
 from offload.checkpoint.safetensors import read_header
-from offload.encoding.base import ENCODINGS, PLAIN_OF, Encoding
+from offload.encoding.base import ENCODINGS, PLAIN_OF, StorageType
 from offload.encoding.exponents import (
     CODE,
     FORMATS,
@@ -33,7 +33,7 @@ PLAIN_SHAPES = [(3, 5), (7,), (), (2, 0, 3)]
 
 @pytest.mark.parametrize("encoding", ENCODINGS.values(), ids=lambda encoding: encoding.name)
 @pytest.mark.parametrize("shape", PLAIN_SHAPES, ids=str)
-def test_stored_bytes_are_those_of_the_file(encoding: Encoding, shape: tuple[int, ...], tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_stored_bytes_are_those_of_the_file(encoding: StorageType, shape: tuple[int, ...], tmp_path) -> None:  # type: ignore[no-untyped-def]
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(getattr(torch, encoding.dtype))
     save_file({"x": tensor}, tmp_path / "x.safetensors")
     entry = read_header(tmp_path / "x.safetensors").tensors["x"]

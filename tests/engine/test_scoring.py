@@ -43,7 +43,7 @@ def wanted_of(family: str) -> list[tuple[float, bool]]:
 
 def scored(decoder: Decoder, texts: Any, max_rows: int) -> tuple[scoring.Scorer, list[scoring.TextScore]]:
     scorer = scoring.Scorer(decoder.target, None, max_rows, [scoring.ScoreRequest(*text) for text in texts])
-    decoder._pool.borrow(scorer)
+    decoder._pool.acquire_empty(scorer)
     while scorer.step():
         pass
     decoder.release(scorer)

@@ -154,15 +154,15 @@ def test_a_text_that_begins_like_the_one_before_keeps_what_was_computed(decoder:
 
 def test_a_text_keeps_its_last_token_to_begin_with() -> None:
     """The root of the first tree is computed with the tree, whatever the caches hold."""
-    cache = SimpleNamespace(length=0, keepable=lambda num: num, can_follow=lambda num: num)
+    cache = SimpleNamespace(length=0, reusable_prefix=lambda num: num, can_follow=lambda num: num)
     cache.clear = lambda num_kept: setattr(cache, "length", min(num_kept, cache.length))
     caches: Any = Caches(cache, cache)  # type: ignore[arg-type]
     pool = CachePool([caches])
-    pool.lend(text_of([1, 2, 3, 4]), keeps=True)
+    pool.acquire(text_of([1, 2, 3, 4]), keeps=True)
     cache.length = 4
-    pool.lend(text_of([1, 2, 3]), keeps=True)
+    pool.acquire(text_of([1, 2, 3]), keeps=True)
     assert cache.length == 2
-    assert pool.take_back() == pool.take_back() == pool.tokens == [1, 2, 3]
+    assert pool.release_all() == pool.release_all() == pool.tokens == [1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

@@ -20,7 +20,7 @@ from torch import Tensor
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import path_attention
-from offload.model.invariant import InvariantRows
+from offload.model.invariant import BatchInvariantProducts
 from offload.model.kv_cache import KVCache
 from offload.model.row_sizes import find_sizes
 from offload.model.tree_model import TreeModel
@@ -39,7 +39,7 @@ def invariant_model(family: str, dtype: str, base: Path) -> TreeModel:
     if not invariance.holds:
         pytest.skip(f"this processor: {invariance.reason}")
     model = resident_model(open_checkpoint(folder), dtype)
-    model.set_batch_invariant(InvariantRows(invariance.thread_counts))
+    model.set_batch_invariant(BatchInvariantProducts(invariance.thread_counts))
     return model
 
 
@@ -145,7 +145,7 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("offload.model.invariant.find_sizes", noting)
     monkeypatch.setattr(path_attention, "can_attend", lambda *_: False)
     model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "float32")
-    model.set_batch_invariant(InvariantRows([1]))
+    model.set_batch_invariant(BatchInvariantProducts([1]))
     taken_in(model, CUTS[0])
     assert set(begun) == {2, 3}
 
@@ -153,7 +153,7 @@ def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.Mo
 @pytest.mark.always
 def test_layers_that_a_trial_has_cut_off_become_invariant_as_well(base: Path) -> None:
     model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "bfloat16")
-    invariant = InvariantRows([1])
+    invariant = BatchInvariantProducts([1])
     with model.cut_to(slice(0, 1)):
         model.set_batch_invariant(invariant)
     multiply = [module for module in model.meta_model.modules() if hasattr(module, "products")]
@@ -164,5 +164,5 @@ def test_layers_that_a_trial_has_cut_off_become_invariant_as_well(base: Path) ->
 def test_rows_that_are_widened_lie_apart() -> None:
     """Where the next row does not share a vector of numbers with it, each is computed alone on any processor."""
     row_TK = torch.randn(3, 13, generator=torch.Generator().manual_seed(1)).bfloat16()
-    wide_TK = InvariantRows((1,)).widen(row_TK)
+    wide_TK = BatchInvariantProducts((1,)).widen(row_TK)
     assert torch.equal(wide_TK, row_TK.float()) and wide_TK.stride(0) == 64

@@ -20,7 +20,7 @@ import offload
 from offload.checkpoint.open import open_checkpoint
 from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms, Window
-from offload.model.invariant import InvariantRows
+from offload.model.invariant import BatchInvariantProducts
 from offload.model.kv_cache import KVCache
 from offload.model.parts import BatchPart
 from offload.model.path_attention import path_attention
@@ -141,7 +141,7 @@ def test_rows_of_several_texts_get_what_they_get_alone(family: str, base: Path) 
 
 def test_bits_stay_where_rows_are_invariant(base: Path) -> None:
     model = model_of("llama", base)
-    model.set_batch_invariant(InvariantRows((1,)))
+    model.set_batch_invariant(BatchInvariantProducts((1,)))
     wanted = [alone(model, text) for text in TEXTS]
     got = together(model, [model.new_cache(100) for _ in TEXTS])
     assert all(torch.equal(left, other) for left, other in zip(got, wanted, strict=True))

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from offload.calibration.invariance import _NUM_ROWS as MOST
 from offload.calibration.invariance import _ByFewerRows, _DifferError
 from offload.model import invariant as invariance
-from offload.model.invariant import InvariantRows
+from offload.model.invariant import BatchInvariantProducts
 from offload.model.linear import ByRow
 
 VECTOR, MOST_THREADS, WARP = 4, 512, 32  # numbers that a thread loads at once; threads of a block; of a warp
@@ -100,7 +100,7 @@ def test_a_norm_has_the_same_bits_beside_any_rows(kind: type[nn.Module], width: 
 
 def by_row(module: nn.Module) -> ByRow:
     wrapped = ByRow(module)
-    wrapped.products = InvariantRows((1,))
+    wrapped.products = BatchInvariantProducts((1,))
     return wrapped
 
 
@@ -118,5 +118,5 @@ def test_products_of_one_number_are_not_tried(monkeypatch: pytest.MonkeyPatch) -
     """Rotary angles are such: there is no order in which a lone product could be added up."""
     monkeypatch.setattr(invariance, "find_sizes", lambda *_, **__: pytest.fail("a trial"))
     angle = torch.arange(64.0)[None, :, None]
-    got = InvariantRows((1,)).multiply(torch.matmul, angle, torch.arange(300.0)[None, None, :])
+    got = BatchInvariantProducts((1,)).multiply(torch.matmul, angle, torch.arange(300.0)[None, None, :])
     assert torch.equal(got, angle * torch.arange(300.0))

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, Phi3Config
 
 from offload.memory.sizes import INNER_ROWS
-from offload.model.invariant import InvariantRows
+from offload.model.invariant import BatchInvariantProducts
 from offload.model.linear import Linear, choose_products, replace_linears, take_rows_in_parts
 from offload.model.row_sizes import LADDER, find_sizes, parts_of
 
@@ -123,7 +123,7 @@ def test_rows_in_parts_have_the_bits_of_all_rows_at_once(kind: Any, dtype: torch
     replace_linears(model)
     inner = model.model.layers[0].mlp
     rows_1TD = torch.randn(1, 3 * INNER_ROWS + 17, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    products = InvariantRows([torch.get_num_threads()])
+    products = BatchInvariantProducts([torch.get_num_threads()])
     choose_products(model, products)
     with products.during(rows_1TD.shape[1]):
         wanted = inner(rows_1TD)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from offload.model import wide_products
-from offload.model.invariant import InvariantRows
+from offload.model.invariant import BatchInvariantProducts
 from offload.model.wide_products import WideProducts, attend, linear, product_for
 
 CHANCE = torch.Generator().manual_seed(3)
@@ -94,7 +94,7 @@ def test_all_products_of_a_model_are_wide_there(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("num_rows", [1, 4, 5, 70])
 def test_rows_of_wide_products_have_the_same_bits(num_rows: int) -> None:
     rows, weight, factor = numbers(1, 300, 96), numbers(200, 96), numbers(96, 72)
-    invariant = InvariantRows([1])
+    invariant = BatchInvariantProducts([1])
     whole, some = (
         (invariant.linear(part, weight), invariant.multiply(torch.matmul, part, factor))
         for part in (rows, rows[:, :num_rows])
