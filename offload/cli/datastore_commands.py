@@ -160,10 +160,7 @@ def _store_line(store: "Store", *, is_decimal: bool = False) -> str:
 
 def _info_lines(store: "Store") -> str:
     """Return lines on a store's size and tokenizer, and on the memory that building it took."""
-    from offload.datastore.index import TokenWidth
-
-    width = TokenWidth.from_vocab_size(store.vocab_size).num_bytes
-    ids = f"{store.vocab_size:,} ids in {width} bytes each, sha256 {store.tokenizer_sha256[:12]}"
+    ids = f"{store.vocab_size:,} ids in {store.token_bytes} bytes each, sha256 {store.tokenizer_sha256[:12]}"
     sorting = f"sorting its largest chunk took {format_bytes(store.sorting_bytes)} beside the process's own memory"
     return "\n".join([_store_line(store), f"tokenizer of {store.tokenizer}: {ids}", sorting])
 

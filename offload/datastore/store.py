@@ -71,6 +71,11 @@ class Store:
         return sum(chunk.num_documents for chunk in self.chunks)
 
     @property
+    def token_bytes(self) -> int:
+        """Return the bytes of a token's id."""
+        return TokenWidth.from_vocab_size(self.vocab_size).num_bytes
+
+    @property
     def num_bytes(self) -> int:
         """Return the bytes of all files but `store.json`."""
         return sum(chunk.tokens.num_bytes + chunk.positions.num_bytes for chunk in self.chunks)
@@ -91,7 +96,7 @@ class Store:
         kept = asdict(self)
         del kept["path"]
         size = kept.pop("vocab_size")
-        numbers = {"vocab_size": size, "token_bytes": TokenWidth.from_vocab_size(size).num_bytes}
+        numbers = {"vocab_size": size, "token_bytes": self.token_bytes}
         return {"format": FORMAT, "version": VERSION, **numbers, **kept}
 
 
@@ -194,7 +199,7 @@ def _checked(folder: Path, content: dict[str, Any]) -> Store:
     """
     try:
         store = convert({**content, "path": folder}, Store)
-        width = TokenWidth.from_vocab_size(store.vocab_size).num_bytes
+        width = store.token_bytes
         ensure(content.get("token_bytes") == width, "tokens have another width")
         for chunk in store.chunks:
             num_texts = chunk.num_documents
