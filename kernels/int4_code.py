@@ -59,10 +59,10 @@ class _ExpansionCode(Code):
         function = self._begin(EXPAND, [self._index.as_pointer(), self._index, self._index])
         call, lo, hi = function.args
         kinds = [self._bytes, self._number, self._number, self._narrow, *[self._index] * 3]
-        *given, num_blocks, num_columns, group = self._given(call, kinds)
+        *given, num_blocks, num_columns, group = self._arguments(call, kinds)
 
         def tile(begin: Any) -> None:
-            end = self._least(self._add(begin, _TILE_COLUMNS), hi)
+            end = self._min(self._add(begin, _TILE_COLUMNS), hi)
             self._each(0, num_blocks, 1, lambda block: self._each(begin, end, 1, column_of(block)))
 
         def column_of(block: Any) -> Callable[[Any], None]:
@@ -84,7 +84,7 @@ class _ExpansionCode(Code):
         builder = self._builder
         word, scale, offset, out = given
         for lane in range(0, self._half, EIGHT):
-            stored = self._loaded(self._at(word, self._add(source, lane)), self._byte_words, 1)
+            stored = self._load(self._at(word, self._add(source, lane)), self._byte_words, 1)
             words = builder.zext(stored, self._words)
             low = builder.and_(words, self._words([(1 << _BITS) - 1] * EIGHT))
             high = builder.lshr(words, self._words([_BITS] * EIGHT))
@@ -92,10 +92,10 @@ class _ExpansionCode(Code):
                 level = builder.sub(codes, self._words([_MIDDLE] * EIGHT))
                 place = self._add(scales, row)
                 factor, addend = (
-                    self._loaded(self._at(part, place), self._eight) for part in (scale, offset)
+                    self._load(self._at(part, place), self._eight) for part in (scale, offset)
                 )
                 number = builder.fmul(builder.sitofp(level, self._eight), factor)
                 number = builder.fadd(number, addend)
                 if self._dtype != torch.float32:
-                    number = self._rounded(number)
+                    number = self._round_to_16_bits(number)
                 self._store(number, self._at(out, self._add(to, row)), 2)
