@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,30 @@ class FakeStream(deque):
     now = 0.0
 
 
-class FakeDevice:
+class DeviceOfNothing:
+    """It has no current stream, and nothing beside what is asked of it; uploads are no copies."""
+
+    torch_device, has_own_memory = torch.device("cpu"), True
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def open_uploads(self, resources: Any) -> None: ...
+
+    def upload(self, source: Tensor) -> Tensor:
+        return source.to(self.torch_device)
+
+    def bytes_beside_torch(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return 0
+
+
+class FakeDevice(DeviceOfNothing):
     """One second of virtual time per copy, none for anything else."""
 
-    name, torch_device, has_own_memory = "fake", torch.device("cpu"), True
+    name = "fake"
 
     def __init__(
         self,
@@ -57,10 +77,6 @@ class FakeDevice:
         self._random, self._lock = random.Random(seed), threading.RLock()
         self._is_compute_late, self._haste, self._compute_share = is_compute_late, haste, compute_share
         self.num_copies, self.num_host_waits, self._latency_s = 0, 0, latency_s
-
-    def computing(self) -> nullcontext[None]:
-        """It has no current stream."""
-        return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """It begins with a page, as that of a GPU begins at a multiple of 256 bytes."""
@@ -103,18 +119,6 @@ class FakeDevice:
     def elapsed_s(self, before: FakeEvent, after: FakeEvent) -> float | None:
         assert before.is_timed and after.is_timed, "CUDA raises for events that were not asked to keep the time"
         return None if after.at is None or before.at is None else after.at - before.at
-
-    def open_uploads(self, resources: Any) -> None:
-        """Nothing of it is a copy."""
-
-    def upload(self, source: Tensor) -> Tensor:
-        return source.to(self.torch_device)
-
-    def bytes_beside_torch(self) -> int:
-        return 0
-
-    def peak_bytes(self) -> int:
-        return 0
 
     def finish(self) -> None:
         """Do everything that is enqueued."""

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from fake_device import FakeWay
+from fake_device import DeviceOfNothing, FakeWay
 from torch import Tensor
 
 from offload.streaming import expert_carrier, sender
@@ -141,7 +141,7 @@ class ClockEvent(NamedTuple):
     site: str
 
 
-class ClockDevice:
+class ClockDevice(DeviceOfNothing):
     """Does everything at once, and tells the clocks.
 
     Args:
@@ -151,8 +151,7 @@ class ClockDevice:
         sites: places where the program waits, for a stream or a thread, or records what is waited for.
     """
 
-    name, has_own_memory = "clocks", True
-    copies, compute = "copies", "compute"
+    name, copies, compute = "clocks", "copies", "compute"
 
     def __init__(
         self, clocks: Clocks, *, forgets: str | None = None, limit_bytes: float = float("inf"),
@@ -160,9 +159,6 @@ class ClockDevice:
     ) -> None:  # fmt: skip
         self.clocks, self._forgets, self._limit_bytes, self.sites = clocks, forgets, limit_bytes, set[str]()
         self._memory, self._own, self.torch_device = list[Tensor](), threading.local(), torch_device
-
-    def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """As torch's allocator does it: what has computed with this memory before may still be at it."""
@@ -203,18 +199,6 @@ class ClockDevice:
 
     def elapsed_s(self, before: ClockEvent, after: ClockEvent) -> float:
         return 0.0
-
-    def open_uploads(self, resources: Any) -> None:
-        """Nothing of it is a copy."""
-
-    def upload(self, source: Tensor) -> Tensor:
-        return source.to(self.torch_device)
-
-    def bytes_beside_torch(self) -> int:
-        return 0
-
-    def peak_bytes(self) -> int:
-        return 0
 
     def give_back(self) -> None:
         """All memory goes to the next that computes."""

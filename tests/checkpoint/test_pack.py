@@ -33,7 +33,6 @@ from offload.encoding.exponents import Exponents, ExponentWindow
 from offload.errors import ReadError, UserError
 from offload.packing import format as packed_writing
 from offload.packing import pack as module
-from offload.packing.folders import check_pack
 from offload.packing.forecast import by_expert
 from offload.packing.format import read_packed
 from offload.packing.pack import verify
@@ -237,30 +236,21 @@ def test_a_source_that_changed_in_between_is_noticed(
         pack(model, tmp_path / "packed")
 
 
-def test_a_source_that_changes_meanwhile_is_noticed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["check_pack", "write_packed"])
+def test_a_source_that_changes_behind_a_step_is_noticed(
+    step: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def change_after(path: Path, portion: packed_writing.Portion, *given: Any) -> None:
-        packed_writing.write_packed(path, portion, *given)
-        damage(portion.path, -1)
+    act = getattr(module, step)
 
-    monkeypatch.setattr(module, "write_packed", change_after)
+    def change_after(*given: Any) -> Any:
+        result = act(*given)
+        damage(result.shards[0] if step == "check_pack" else given[1].path, -1)
+        return result
+
+    monkeypatch.setattr(module, step, change_after)
     with pytest.raises(ReadError, match="changed while it was packed"):
         pack(model, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
-
-
-def test_a_source_that_grows_before_it_is_cut_is_noticed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check_then_touch(*given: Any) -> Any:
-        checkpoint = check_pack(*given)
-        damage(checkpoint.shards[0], -1)
-        return checkpoint
-
-    monkeypatch.setattr(module, "check_pack", check_then_touch)
-    with pytest.raises(ReadError, match="changed while it was packed"):
-        pack(model, tmp_path / "packed")
 
 
 def test_a_stack_of_a_type_that_is_not_known_stays_whole() -> None:
@@ -302,16 +292,6 @@ def place_of(folder: Path, suffix: str) -> tuple[Path, int]:
     return next((path, entry.lo) for path, name, entry in named if name.endswith(suffix) and entry.num_bytes)
 
 
-@pytest.mark.parametrize("kind", [".mantissas", ".exponents", ".escapes", ".code", "norm.weight"])
-def test_a_damaged_byte_is_found(kind: str, packed: Path, tmp_path: Path) -> None:
-    damage(*place_of(packed, kind))
-    with pytest.raises(UserError, match=r"pack the model again$"):
-        verify(packed, progress=silent)
-    with pytest.raises(UserError, match=rf"pack the model again; .* in {tmp_path / 'back'}\.unfinished, which may be"):
-        unpack(packed, tmp_path / "back")
-    assert not (tmp_path / "back").exists() and (tmp_path / "back.unfinished").is_dir()
-
-
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
     made = build(FAMILIES["llama"]()).bfloat16()
@@ -321,6 +301,26 @@ def beside(tmp_path: Path) -> Path:
 
 
 RESIDUAL = (*residuals.WORDS, *residuals.COMPANIONS)
+
+
+@pytest.mark.parametrize("suffix", [".mantissas", ".exponents", ".escapes", ".code", "norm.weight"])
+def test_a_damaged_byte_is_found(suffix: str, packed: Path, tmp_path: Path) -> None:
+    damage(*place_of(packed, suffix))
+    assert_found(packed, tmp_path / "back")
+
+
+@pytest.mark.parametrize("suffix", RESIDUAL)
+def test_a_damaged_byte_beside_a_copy_is_found(suffix: str, beside: Path, tmp_path: Path) -> None:
+    damage(*place_of(beside, suffix))
+    assert_found(beside, tmp_path / "back")
+
+
+def assert_found(damaged: Path, back: Path) -> None:
+    with pytest.raises(UserError, match=r"pack the model again$"):
+        verify(damaged, progress=silent)
+    with pytest.raises(UserError, match=rf"pack the model again; .* in {back}\.unfinished, which may be"):
+        unpack(damaged, back)
+    assert not back.exists() and back.with_name("back.unfinished").is_dir()
 
 
 def test_a_matrix_beside_its_copy_comes_back_whatever_it_holds(tmp_path: Path) -> None:
@@ -341,16 +341,6 @@ def test_a_matrix_beside_its_copy_comes_back_whatever_it_holds(tmp_path: Path) -
     assert not isinstance(coded.get("model.layers.0.mlp.up_proj.weight"), residuals.Residual)
     unpack(done.folder, tmp_path / "back")
     assert sums(tmp_path / "back") == sums(folder)
-
-
-@pytest.mark.parametrize("suffix", RESIDUAL)
-def test_a_damaged_byte_beside_a_copy_is_found(suffix: str, beside: Path, tmp_path: Path) -> None:
-    damage(*place_of(beside, suffix))
-    with pytest.raises(UserError, match=r"pack the model again$"):
-        verify(beside, progress=silent)
-    with pytest.raises(UserError, match=r"pack the model again; "):
-        unpack(beside, tmp_path / "back")
-    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("suffix", residuals.COMPANIONS)
