@@ -294,12 +294,12 @@ class _PathAttention(Code):
         return builder.select(is_small, self._eight([0.0] * EIGHT), scaled)
 
     def _write_gather(self) -> Any:
-        """Write gather(sum, sum, weight, weight, values, count, whole): add `count` values to the sums of
+        """Write gather(weight, weight, sum, sum, values, count, whole): add `count` values to the sums of
         two rows, one after the other, each times its weight.
         """
         kinds = [*[self._number] * 5, *[self._index] * 2]
         function = self._begin("gather", kinds)
-        left, other, weight, second, values, count, whole = function.args
+        weight, second, left, other, values, count, whole = function.args
         registers = range(0, VALUE_STEP, EIGHT)
 
         def gather(lo: Any) -> None:
@@ -384,8 +384,10 @@ class _PathAttention(Code):
         """Compute one tile, see the module."""
         keys = self._states(fields, tile, "key", fields["width"], fields["whole"])
         values = self._states(fields, tile, "value", fields["value_width"], fields["value_whole"])
-        score = partial(self._score_pair, fields, tile)
-        gather = partial(self._gather_pair, fields, tile)
+        score = partial(self._on_pair, fields, tile, self._score, tile.query, fields["whole"])
+        gather = partial(
+            self._on_pair, fields, tile, self._gather, tile.sums, fields["value_whole"]
+        )
         self._each_block(fields, tile, keys, score)
         self._each(0, tile.num_queries, 1, lambda query: self._soften_query(fields, tile, query))
         self._clear_sums(fields, tile)
@@ -399,45 +401,30 @@ class _PathAttention(Code):
         begin = self._times(tile.group, fields[f"{name}_group"])
         return _States(self._at(fields[name], begin), fields[f"{name}_row"], width, whole)
 
-    def _score_pair(
+    def _on_pair(
         self,
         fields: Mapping[str, Any],
         tile: _Tile,
+        function: Any,
+        rows: Any,
+        step: Any,
         pair: Sequence[Any],
         position: Any,
         count: Any,
     ) -> None:
-        """Score two queries for `count` keys of the block, which begins at `position`."""
-        queries = self._addresses(tile.query, fields["whole"], pair)
-        scores = self._score_addresses(fields, tile, pair, position)
-        arguments = [*scores, *queries, tile.block, count, fields["whole"]]
-        self._builder.call(self._score, arguments)
+        """Score two queries for `count` keys of the block, or gather as many values for them.
 
-    def _gather_pair(
-        self,
-        fields: Mapping[str, Any],
-        tile: _Tile,
-        pair: Sequence[Any],
-        position: Any,
-        count: Any,
-    ) -> None:
-        """Add `count` values of the block, times their weights, to the sums of two queries."""
-        sums = self._addresses(tile.sums, fields["value_whole"], pair)
-        weights = self._score_addresses(fields, tile, pair, position)
-        arguments = [*sums, *weights, tile.block, count, fields["value_whole"]]
-        self._builder.call(self._gather, arguments)
+        The block begins at `position`; `rows` are the queries or their sums, of `step` numbers.
+        """
+        column = self._builder.sub(position, tile.first)
+        scores = self._addresses(tile.scores, fields["score_row"], pair)
+        places = [self._at(row, column) for row in scores]
+        arguments = [*places, *self._addresses(rows, step, pair), tile.block, count, step]
+        self._builder.call(function, arguments)
 
     def _addresses(self, begin: Any, step: Any, pair: Sequence[Any]) -> list[Any]:
         """Return the addresses of two queries' numbers, `step` numbers for each query."""
         return [self._at(begin, self._times(query, step)) for query in pair]
-
-    def _score_addresses(
-        self, fields: Mapping[str, Any], tile: _Tile, pair: Sequence[Any], position: Any
-    ) -> list[Any]:
-        """Return the addresses of two queries' scores, later weights, from a position on."""
-        column = self._builder.sub(position, tile.first)
-        rows = self._addresses(tile.scores, fields["score_row"], pair)
-        return [self._at(row, column) for row in rows]
 
     def _clear_sums(self, fields: Mapping[str, Any], tile: _Tile) -> None:
         def clear(number: Any) -> None:
