@@ -211,18 +211,18 @@ def dflash(form: str = "z-lab") -> tuple[Path, Any]:
         for name, tensor in model.named_parameters():
             tensor.copy_(torch.randn_like(tensor) * 0.25 + ("norm" in name))
     tensors = dict(model.state_dict())
-    if form in MARKOV:
+    if form in CORRECTED:
         tensors |= corrections(form)
     if form == "muse":
         return written(tensors, {**sizes, **block, "model_type": "muse_glimmer_assistant"}), model
     renamed = (("encoder.fc", "fc"), ("encoder.output_norm_enc", "hidden_norm"))
     for old, new in renamed:
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    if form == "speculators":
+    if form in ("speculators", "xpress"):
         entered = [layer + 1 for layer in (*LEFT, LAYERS - 1)]
         layer_config = {
             "transformer_layer_config": {**sizes, "model_type": "qwen3"},
-            "speculators_model_type": "dflash",
+            "speculators_model_type": {"speculators": "dflash"}.get(form, form),
         }
         return written(
             tensors, {**block, **layer_config, "target_layer_ids": None, "aux_hidden_state_layer_ids": entered}
@@ -233,16 +233,38 @@ def dflash(form: str = "z-lab") -> tuple[Path, Any]:
         return written(tensors, config), model
     config = {**sizes, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": BLOCK,
               "dflash_config": {"mask_token_id": MASK, "target_layer_ids": LEFT}}  # fmt: skip
+    if form == "dflash2":
+        config |= {"architectures": ["DFlash2DraftModel"], "is_causal": False}
+        config["dflash_config"] |= {"selector_rank": RANK, "selector_top_k": CANDIDATES,
+                                    "conv_kernel_size": TAPS_OF_CONV, "conv_group_size": GROUP, **SCALES}  # fmt: skip
     return written(tensors, config), model
 
 
 RANK = 8
 # DSpark's forms of corrections; one says that its first row guesses nothing
 MARKOV: dict[str, dict[str, Any]] = {"vanilla": {}, "gated": {"sample_from_anchor": False}, "rnn": {}}
+CORRECTED = (*MARKOV, "dflash2", "xpress")
+CANDIDATES, TAPS_OF_CONV, GROUP = 12, 3, 8
+SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.5, "final_logit_softcapping": 9.0}
 
 
 def corrections(form: str) -> dict[str, Tensor]:
-    """Return tensors of a head of this form, which scores fewer words than the target has."""
+    """Return tensors of a head of this form; DSpark's scores fewer words than the target has."""
+    if form == "dflash2":
+        shapes = {"predecessor_codebook": (VOCAB, RANK), "successor_codebook": (VOCAB, RANK),
+                  "hidden_projection.weight": (RANK, WIDTH)}  # fmt: skip
+        shapes = {f"candidate_selector.{name}": shape for name, shape in shapes.items()}
+        for half in (f"layers.{layer}.{name}" for layer in (0, 1) for name in ("attention_conv", "mlp_conv")):
+            shapes |= {f"{half}.base_kernel": (2, TAPS_OF_CONV, WIDTH),
+                       f"{half}.kernel_projection.weight": (2 * TAPS_OF_CONV * WIDTH // GROUP, WIDTH)}  # fmt: skip
+        return random_weights(shapes, seed=9)
+    if form == "xpress":
+        shapes = {"token_embed": (VOCAB, RANK), "down_h": (RANK, WIDTH), "down_g": (RANK, WIDTH),
+                  "in_proj": (RANK, 3 * RANK), "mlp_gate": (2 * RANK, RANK), "mlp_up": (2 * RANK, RANK),
+                  "mlp_down": (RANK, 2 * RANK), "readout": (VOCAB, RANK)}  # fmt: skip
+        shapes = {f"refiner_head.{name}.weight": shape for name, shape in shapes.items()}
+        return {name: 2 * tensor for name, tensor in
+                random_weights({**shapes, "refiner_head.mix_l": (RANK, BLOCK, BLOCK)}, seed=9).items()}  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {"markov_w1.weight": (VOCAB, RANK), "markov_w2.weight": (WORDS, RANK)}
     if form == "gated":
         shapes |= {"gate_proj.weight": (RANK, WIDTH + RANK), "gate_proj.bias": (RANK,)}
@@ -253,6 +275,66 @@ def corrections(form: str) -> dict[str, Tensor]:
     id_W = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:WORDS].sort().values
     confidence = {"confidence_head.proj.weight": torch.zeros(1, WIDTH + RANK)}
     return {**named, **scores, **confidence, "d2t": id_W - torch.arange(WORDS)}
+
+
+def refined(rows_BD: Tensor, before: Sequence[int]) -> Tensor:
+    """Return what xPress adds (B, V) to scores of rows, of which the first have these tokens before them."""
+    tensors = {name.removeprefix("refiner_head."): tensor for name, tensor in corrections("xpress").items()}
+    token_B = torch.tensor([*before, *[0] * len(rows_BD)])[: len(rows_BD)]
+    inputs = rows_BD @ tensors["down_h.weight"].T, (rows_BD.mean(0) @ tensors["down_g.weight"].T).expand(BLOCK, -1)
+    row_BR = torch.cat([*inputs, tensors["token_embed.weight"][token_B]], -1) @ tensors["in_proj.weight"].T
+    row_BR = row_BR + torch.einsum("rkj,jr->kr", tensors["mix_l"].tril(), row_BR)
+    gate_BI = torch.nn.functional.silu(row_BR @ tensors["mlp_gate.weight"].T)
+    row_BR = row_BR + (gate_BI * (row_BR @ tensors["mlp_up.weight"].T)) @ tensors["mlp_down.weight"].T
+    return row_BR @ tensors["readout.weight"].T
+
+
+def selected(scores_V: Tensor, row_D: Tensor, before: int) -> Tensor:
+    """Return DFlash 2's scores behind a token: those of candidates alone."""
+    tensors = {name.removeprefix("candidate_selector."): tensor for name, tensor in corrections("dflash2").items()}
+    asked_R = tensors["predecessor_codebook"][before] * (tensors["hidden_projection.weight"] @ row_D)
+    word_C = scores_V.topk(CANDIDATES).indices
+    return torch.full((VOCAB,), -torch.inf).index_copy(
+        0, word_C, scores_V[word_C] + tensors["successor_codebook"][word_C] @ asked_R
+    )
+
+
+def convolved(half: str, turn: int, rows_BD: Tensor, given_BD: Tensor) -> Tensor:
+    """Return a block's rows mixed with those before them, by kernels that rows given to the sublayer choose."""
+    tensors = corrections("dflash2")
+    kernels = (given_BD @ tensors[f"{half}.kernel_projection.weight"].T).view(BLOCK, 2, TAPS_OF_CONV, -1)
+    factors_BCD = tensors[f"{half}.base_kernel"][turn] + kernels[:, turn].repeat_interleave(GROUP, -1)
+    return torch.stack([
+        sum(factors_BCD[row, tap] * rows_BD[row - tap] for tap in range(min(row + 1, TAPS_OF_CONV)))
+        for row in range(BLOCK)])  # fmt: skip
+
+
+def block_rows(form: str, context_TD: Tensor, block_BD: Tensor, is_near_BS: Tensor) -> Tensor:
+    """Return the rows behind the norm of a block with convolutions, behind committed tokens."""
+    tensors = dflash(form)[1].state_dict()
+    place_S = torch.arange(len(context_TD) + BLOCK)
+    for layer in (0, 1):
+
+        def get(name: str, layer: int = layer) -> Tensor:
+            return tensors[f"layers.{layer}.{name}.weight"]
+
+        halves = [f"layers.{layer}.{name}" for name in ("attention_conv", "mlp_conv")]
+        given_BD = normed(block_BD, get("input_layernorm"))
+        rows_BD = convolved(halves[0], 0, given_BD, given_BD)
+        both_SD = torch.cat([context_TD, rows_BD])
+        query_HBK = turned(normed(heads(rows_BD, get("self_attn.q_proj")), get("self_attn.q_norm")), place_S[-BLOCK:])
+        keys_HSK = turned(normed(heads(both_SD, get("self_attn.k_proj")), get("self_attn.k_norm")), place_S)
+        score_HBS = query_HBK @ keys_HSK.transpose(1, 2) / HEAD_DIM**0.5
+        score_HBS = score_HBS if not layer else score_HBS.masked_fill(~is_near_BS, -torch.inf)
+        mixed_HBK = score_HBS.softmax(-1) @ heads(both_SD, get("self_attn.v_proj"))
+        out_BD = mixed_HBK.transpose(0, 1).reshape(BLOCK, -1) @ get("self_attn.o_proj").T
+        block_BD = block_BD + convolved(halves[0], 1, out_BD, given_BD)
+        given_BD = normed(block_BD, get("post_attention_layernorm"))
+        rows_BD = convolved(halves[1], 0, given_BD, given_BD)
+        gate_BI = torch.nn.functional.silu(rows_BD @ get("mlp.gate_proj").T)
+        out_BD = (gate_BI * (rows_BD @ get("mlp.up_proj").T)) @ get("mlp.down_proj").T
+        block_BD = block_BD + convolved(halves[1], 1, out_BD, given_BD)
+    return normed(block_BD, tensors["norm.weight"])
 
 
 def corrected(form: str, rows_BD: Tensor, path: Sequence[int], first: int) -> Tensor:
@@ -281,17 +363,32 @@ def dflash_scores(form: str, tokens: Sequence[int], path: Sequence[int]) -> Tens
     hidden = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     block_1B = torch.tensor([[tokens[-1], *[MASK] * (BLOCK - 1)]])
     place_S = torch.arange(len(tokens) - 1 + BLOCK)
-    is_near_BS = (place_S[-BLOCK:, None] - place_S).abs() <= WINDOW
+    apart_BS = place_S[-BLOCK:, None] - place_S
+    # z-lab's windows end before the position that is a window away
+    is_near_BS = apart_BS.abs() <= WINDOW - (form in ("z-lab", "dflash2"))
+    if form in ("z-lab", "speculators", "xpress"):
+        is_near_BS &= apart_BS >= 0
+    tapped_TW = torch.cat([hidden[layer + 1] for layer in LEFT], -1)
+    embedded_1BD = model.get_input_embeddings()(block_1B)
+    if form == "dflash2":
+        weights = dflash(form)[1].state_dict()
+        context_TD = normed(tapped_TW[0] @ weights["encoder.fc.weight"].T, weights["encoder.output_norm_enc.weight"])
+        rows_BD = block_rows(form, context_TD, embedded_1BD[0] * SCALES["input_embedding_scale"], is_near_BS)
+        row_D = rows_BD[len(path) + 1]
+        cap = SCALES["final_logit_softcapping"]
+        scores_V = cap * torch.tanh(model.lm_head(row_D) * SCALES["output_multiplier"] / cap)
+        return selected(scores_V, row_D, [tokens[-1], *path][-1])
     out = dflash(form)[1](
-        noise_embeds=model.get_input_embeddings()(block_1B),
-        context_hidden_states=torch.cat([hidden[layer + 1] for layer in LEFT], -1),
+        noise_embeds=embedded_1BD,
+        context_hidden_states=tapped_TW,
         attention_mask={"full_attention": None, "sliding_attention": is_near_BS[None, None]},
     )
     rows_BD = out.last_hidden_state[0]
     if form in MARKOV:
         first = int(MARKOV[form].get("sample_from_anchor") is False)
         return corrected(form, rows_BD[first : first + len(path) + 1], path, tokens[-1])
-    scores_V: Tensor = model.lm_head(rows_BD[len(path) + 1])
+    added_V = refined(rows_BD, [*tokens[-2:], *path])[len(path) + 1] if form == "xpress" else 0
+    scores_V = model.lm_head(rows_BD[len(path) + 1]) + added_V
     return scores_V
 
 

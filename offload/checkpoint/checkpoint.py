@@ -51,6 +51,22 @@ def remembered(
     return ask
 
 
+class Block(NamedTuple):
+    """What a draft that guesses many tokens in one pass says of its block."""
+
+    size: int
+    mask: int  # id of tokens to be guessed
+    is_anchored: bool  # whether the first row guesses the token behind its own
+    # whether rows see none behind themselves, in layers without a window and in those with one
+    is_causal: tuple[bool, bool]
+    num_candidates: int  # words that a selector chooses among; 0 without one
+    # taps and groups of channels around layers
+    convolution: tuple[int, int] | None
+    embedding_scale: float
+    scores_scale: float
+    softcap: float  # of scores; 0 for none
+
+
 class Carried(NamedTuple):
     """The inputs of a draft that reads a target's hidden states."""
 
@@ -66,9 +82,7 @@ class Carried(NamedTuple):
     # for a smaller vocabulary: what to add to each draft word's number to get the target's
     ids: TensorEntry | None = None
     target_width: int = 0  # width of the target's states
-    # tokens of a block, and the id that masks those to be guessed
-    block: tuple[int, int] | None = None
-    is_anchored: bool = False  # whether a block's first row guesses the token behind its own
+    block: Block | None = None  # for a draft that guesses many tokens in one pass
     lent: tuple[tuple[str, int], ...] = ()  # target layers whose keys it reads, by kind
     # words in the order of clusters, and the number of clusters whose words are scored for a row
     clusters: tuple[TensorEntry, int] | None = None

@@ -1,4 +1,4 @@
-"""Draft heads with files of their own, as decoders beside a target: EAGLE-3's, and DFlash blocks.
+"""Draft heads with files of their own, as decoders beside a target: EAGLE-3's; `blocks` has others.
 
 Such a head starts from hidden states inside the target, and uses the target's embedding table and
 head where it has none. Its names are those of published files (sources: SpecForge, vLLM's
@@ -9,7 +9,7 @@ Shape letters, in this file only: W words that a head scores.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,15 @@ from offload.checkpoint.checkpoint import Carried, Checkpoint, compute_dtype_nam
 from offload.checkpoint.sizes import config_sizes
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import Settings
-from offload.errors import UserError, require
+from offload.errors import UserError
 
 EAGLE3 = "eagle3"
 DFLASH = "dflash"
 ASSISTANT = "assistant"
 OTHER_HEAD = "take a head that was made for this target, or lookup"
+# what tokens before add to a block's scores, see `blocks`
+CORRECTIONS = f"{MIXER}corrections."
+_CORRECTING = re.compile(r"^(?:markov_head|candidate_selector|refiner_head)\.(\w+(?:\.\w+)?)$")
 _IN_LAYER = re.compile(r"^(?:model\.)?(?:midlayer|layers\.(?P<layer>\d+))\.(?P<inner>.+)$")
 _AROUND = {
     "fc": f"{MIXER}fc",
@@ -32,32 +35,22 @@ _AROUND = {
     "encoder.output_norm_enc": f"{MIXER}hidden_norm",
     "input_norm": f"{MIXER}input_norm",
     **{f"fc_norm.{turn}": f"{MIXER}fc_norm.{turn}" for turn in range(3)},
-    "markov_head.markov_w1": f"{MIXER}markov.w1",
-    "markov_head.markov_w2": f"{MIXER}markov.w2",
-    "markov_head.gate_proj": f"{MIXER}markov.gate",
-    "markov_head.joint_proj": f"{MIXER}markov.joint",
     "norm": "model.norm",
     "embed_tokens": "model.embed_tokens",
     "lm_head": "lm_head",
 }
+_STATES = "eagle_aux_hidden_state_layer_ids"
 _WORDS = ("d2t", "t2d")
 # whole numbers, little-endian, by numpy's names
 WORD_TYPES = {"I64": "<i8", "I32": "<i4"}
-_MOST_OF_BLOCK = 1024
 # how sure a block is to be right: the exponent that is learnt here says so of any draft
 _PASSED_OVER = re.compile(r"rotary_emb\.inv_freq$|^verifier_|^confidence_head\.")
 # speculators' names of kinds
-_SPECULATORS = {EAGLE3: EAGLE3, DFLASH: DFLASH, "dspark": DFLASH}
-_OF_TYPE = {
+_SPECULATORS = {EAGLE3: EAGLE3, **dict.fromkeys((DFLASH, "dspark", "dflash2", "xpress"), DFLASH)}
+OF_TYPE = {
     "muse_glimmer_assistant": DFLASH,
     "gemma4_assistant": ASSISTANT,
     "gemma4_unified_assistant": ASSISTANT,
-}
-# parts of corrections, by form
-_CORRECTIONS = {
-    "vanilla": ("markov_w1", "markov_w2"),
-    "gated": ("gate_proj",),
-    "rnn": ("joint_proj",),
 }
 _LAYER_KINDS = ("llama", "qwen2", "qwen3")
 # forms that only a config shows and that cannot be read
@@ -72,9 +65,9 @@ def head_kind(config: Settings) -> str | None:
     kind = config.get("speculators_model_type")
     if kind is not None:
         return _SPECULATORS.get(str(kind))
-    if "dflash_config" in config or re.search("dflash|dspark", architectures, re.IGNORECASE):
+    if "dflash_config" in config or re.search("dflash|dspark|xpress", architectures, re.IGNORECASE):
         return DFLASH
-    kind = _OF_TYPE.get(str(config.get("model_type")))
+    kind = OF_TYPE.get(str(config.get("model_type")))
     if kind is not None:
         return kind
     return EAGLE3 if "draft_vocab_size" in config or "Eagle3" in architectures else None
@@ -104,65 +97,17 @@ def eagle3_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     nested = draft.config.get("eagle_config")
     usual = [2, depth // 2, depth - 3]
     # SpecForge numbers the states by the layer that they leave, others by the one they enter
-    layers = draft.config.get("eagle_aux_hidden_state_layer_ids")
-    if isinstance(nested, dict) and nested.get("eagle_aux_hidden_state_layer_ids"):
-        layers = [
-            number + 1 for number in _numbers(draft, nested["eagle_aux_hidden_state_layer_ids"])
-        ]
+    layers = draft.config.get(_STATES)
+    if isinstance(nested, dict) and nested.get(_STATES):
+        layers = [number + 1 for number in layer_numbers(draft, nested[_STATES])]
     carried = Carried(
         frozenset(),
         is_fed_normed=draft.config.get("norm_output") is True,
         is_residual_normed=draft.config.get("norm_before_residual") is True,
-        tapped=_tapped(draft, depth, layers or usual),
+        tapped=tapped_layers(draft, depth, layers or usual),
         has_normed=False,
     )
-    return _beside(target, draft, carried, {**config, "num_hidden_layers": 1})
-
-
-def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
-    """Return a DFlash block as a decoder. Raises `UserError`."""
-    check_kind(draft, DFLASH)
-    inner = draft.config.get("transformer_layer_config")
-    config = dict(inner if isinstance(inner, dict) else draft.config)
-    nested = draft.config.get("dflash_config")
-    stated = {**draft.config, **(nested if isinstance(nested, dict) else {})}
-    depth = config_sizes(target)["num_hidden_layers"]
-    layers = stated.get("target_layer_ids")
-    if layers is None:
-        # speculators number states by the layer they enter; one more may be named, for training
-        # only
-        mixer = draft.tensors.get("fc.weight")
-        num_read = mixer.shape[-1] // config_sizes(target)["hidden_size"] if mixer else 0
-        layers = _numbers(draft, stated.get("aux_hidden_state_layer_ids"))[:num_read]
-    else:
-        layers = [number + 1 for number in _numbers(draft, layers)]
-    size = stated.get("block_size")
-    mask = stated.get("mask_token_id")
-    if type(size) is not int or type(mask) is not int or mask < 0 or not 1 < size <= _MOST_OF_BLOCK:
-        states = f"a DFlash block states block_size, of 2 to {_MOST_OF_BLOCK}, and mask_token_id"
-        got = f"{size!r:.40} and {mask!r:.40}"
-        raise UserError(f"{draft.name}: {states}, got {got}: {OTHER_HEAD}")
-    if config.get("model_type") in _OF_TYPE:
-        config.setdefault("layer_types", ["sliding_attention"] * config.get("num_hidden_layers", 0))
-    config["model_type"] = "qwen3"
-    if type(window := config.get("sliding_window")) is int:
-        # the position exactly a window away is seen as well
-        config["sliding_window"] = window + 1
-    # DSpark's blocks are anchored where nothing is said of it
-    kinds = f"{draft.config.get('architectures')} {draft.config.get('speculators_model_type')}"
-    is_anchored = stated.get("sample_from_anchor", "dspark" in kinds.lower())
-    requirement = f"{draft.name}: sample_from_anchor of a block is true or false"
-    require(type(is_anchored) is bool, requirement, f"{is_anchored!r:.40}", OTHER_HEAD)
-    is_last = depth in layers
-    carried = Carried(
-        frozenset(),
-        is_fed_normed=True,
-        tapped=_tapped(draft, depth, [layer for layer in layers if layer != depth]),
-        has_normed=is_last,
-        block=(size, mask),
-        is_anchored=is_anchored,
-    )
-    return _beside(target, draft, carried, config)
+    return beside(target, draft, carried, {**config, "num_hidden_layers": 1})
 
 
 def check_kind(draft: Checkpoint, wanted: str) -> None:
@@ -175,7 +120,7 @@ def check_kind(draft: Checkpoint, wanted: str) -> None:
         )
 
 
-def _numbers(draft: Checkpoint, layers: Any) -> list[int]:
+def layer_numbers(draft: Checkpoint, layers: Any) -> list[int]:
     """Return layer numbers. Raises `UserError` unless they are whole numbers."""
     if not isinstance(layers, list) or not all(type(number) is int for number in layers):
         requirement = f"{draft.name}: config.json must number the target's layers that it reads"
@@ -183,9 +128,9 @@ def _numbers(draft: Checkpoint, layers: Any) -> list[int]:
     return layers
 
 
-def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
+def tapped_layers(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
     """Return the target's layer numbers, rising. Raises `UserError` for any others."""
-    numbers = _numbers(draft, layers)
+    numbers = layer_numbers(draft, layers)
     if numbers != sorted(set(numbers)) or any(not 0 <= number < depth for number in numbers):
         requirement = (
             f"{draft.name}: the layers that it reads must rise and be the target's, of {depth}"
@@ -194,43 +139,38 @@ def _tapped(draft: Checkpoint, depth: int, layers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _is_corrected(draft: Checkpoint) -> bool:
-    """Return True if a block's guesses are corrected by the token before each."""
-    names = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
-    return bool(draft.config.get("markov_rank")) or any(name in draft.tensors for name in names)
-
-
-def _own_name(name: str) -> str | None:
+def decoder_name(name: str) -> str | None:
     """Return the decoder's name of a tensor; None for a tensor that no such head has."""
     match = _IN_LAYER.match(name)
     if match is None:
-        module, _, leaf = name.removeprefix("model.").rpartition(".")
-        return f"{_AROUND[module]}.{leaf}" if module in _AROUND else None
+        name = name.removeprefix("model.")
+        module, _, leaf = name.rpartition(".")
+        if module in _AROUND:
+            return f"{_AROUND[module]}.{leaf}"
+        part = _CORRECTING.match(name)
+        return f"{CORRECTIONS}{part[1]}" if part else None
     if match["inner"].startswith("hidden_norm."):
         return f"{MIXER}{match['inner']}"
     return f"model.layers.{match['layer'] or 0}.{match['inner']}"
 
 
-def _beside(
-    target: Checkpoint, draft: Checkpoint, carried: Carried, config: dict[str, Any]
+def beside(
+    target: Checkpoint,
+    draft: Checkpoint,
+    carried: Carried,
+    config: dict[str, Any],
+    parts: Sequence[str] = (),
 ) -> Checkpoint:
-    """Return a head that uses the target's table and head where it has none of its own."""
+    """Return a head that uses the target's table and head where it has none of its own.
+
+    `parts` are tensors that such a head has beside the usual ones. Raises `UserError`.
+    """
     files = {name: entry for name, entry in draft.tensors.items() if not _PASSED_OVER.search(name)}
-    named = {name: _own_name(name) for name in files if name not in _WORDS}
-    tensors = {
-        decoder_name: files[name]
-        for name, decoder_name in named.items()
-        if decoder_name is not None
-    }
-    needed = ["fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight"]
-    if _is_corrected(draft):
-        form = str(draft.config.get("markov_head_type") or "vanilla")
-        parts = (*_CORRECTIONS["vanilla"], *_CORRECTIONS.get(form, (form,)))
-        needed += [f"markov_head.{part}.weight" for part in parts]
-    unread = [f"no {name}" for name in needed if _own_name(name) not in tensors]
-    unread += [name for name, decoder_name in named.items() if decoder_name is None] + [
-        *draft.extra
-    ]
+    named = {name: decoder_name(name) for name in files if name not in _WORDS}
+    tensors = {renamed: files[name] for name, renamed in named.items() if renamed is not None}
+    needed = ["fc.weight", "norm.weight", "layers.0.self_attn.q_proj.weight", *parts]
+    unread = [f"no {name}" for name in needed if decoder_name(name) not in tensors]
+    unread += [name for name, renamed in named.items() if renamed is None] + [*draft.extra]
     kind = config.get("model_type")
     unread += [] if kind in _LAYER_KINDS else [f"layers of type {kind}"]
     if unread:
@@ -300,28 +240,12 @@ def _check_fit(
     known = tensors["t2d"].shape[0] if "t2d" in tensors else draft.config.get("vocab_size", words)
     if known != words:
         raise UserError(f"{complaint} (of {known} words, not {words}): {OTHER_HEAD}")
-    if carried.block is not None and carried.block[1] >= words:
+    if carried.block is not None and carried.block.mask >= words:
         raise UserError(
-            f"{complaint} (its mask is word {carried.block[1]} of {words}): {OTHER_HEAD}"
+            f"{complaint} (its mask is word {carried.block.mask} of {words}): {OTHER_HEAD}"
         )
     head = tensors.get("lm_head.weight")
     ids = tensors.get("d2t")
-    first, second = (tensors.get(f"{MIXER}markov.w{turn}.weight") for turn in (1, 2))
-    if first is not None and second is not None:
-        num_scored = words if head is None else head.shape[0]
-        rank = first.shape[-1]
-        width = mixer.shape[0]
-        fitting = {
-            "w1": (words, rank),
-            "w2": (num_scored, rank),
-            "gate": (rank, width + rank),
-            "joint": (3 * rank, 2 * rank + width),
-        }
-        for part, shape in fitting.items():
-            entry = tensors.get(f"{MIXER}markov.{part}.weight", first if part == "w1" else None)
-            if entry is not None and entry.shape != shape:
-                sizes_told = f"corrections of {list(entry.shape)}, not {list(shape)}"
-                raise UserError(f"{complaint} ({sizes_told}): {OTHER_HEAD}")
     if head is None or (ids is None and head.shape[:1] == (words,)):
         return None
     requirement = (

@@ -4,24 +4,29 @@ Keys are made of the target's states, of every committed token; the rows of a bl
 token and masks behind it, which see each other both ways. So there is one distribution for each
 position, whatever stands before it, and a tree is the best products of independent lists: ranked by
 softmax(beta (log q + G)), where G is the noise of the position that the target draws with. A head
-that corrects scores by the token before (`_Corrections`) makes them lists by node.
-Names and forms: `checkpoint.heads`.
+that corrects scores by the tokens before (`corrections`) makes them lists by node.
+Names and forms: `checkpoint.blocks`.
 
 Invariant: rows of the cache are made of the target's states alone; those of a block are never kept.
 
-Shape letters, in this file only: F nodes of a level, R numbers of a state that corrects.
+Shape letters, in this file only: F nodes of a level, Z numbers of a state that corrects.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from offload.checkpoint.carried import MIXER
+from offload.checkpoint.checkpoint import Block
+from offload.checkpoint.heads import CORRECTIONS
 from offload.drafting.base import DraftText, root_alone
+from offload.drafting.block_convolution import BlockConvolution
+from offload.drafting.corrections import BlockOutput, Corrections, Sizes, corrections_of
 from offload.drafting.dynamic import ranked_children
 from offload.drafting.head_model import HeadModel, empty_linear, mixer_shapes, score_apart
 from offload.drafting.lookup import NO_GUESSES, Guesses
@@ -30,10 +35,13 @@ from offload.drafting.mtp import CarriedDraft, CarriedDrafter
 from offload.drafting.static import fill, point_mass_scores
 from offload.model.carried_model import CarriedCache, parent_of, twin
 from offload.model.kv_cache import KVCache
+from offload.model.linear import replace_linears
 from offload.model.parts import BatchPart, causal
 from offload.model.taps import final_norm
 from offload.trees.token_tree import TokenTree
 from offload.trees.topology import DynamicShape, Shape
+
+_CORRECTIONS = CORRECTIONS.removeprefix(MIXER)
 
 
 class BlockModel(HeadModel):
@@ -41,9 +49,36 @@ class BlockModel(HeadModel):
 
     def _new_mixer(self, decoder: Any) -> nn.Module:
         mixer = _ContextMixer(final_norm(decoder), mixer_shapes(self.checkpoint))
+        mixer.corrections = self._corrections(mixer)
         for layer in decoder.layers:
+            if self.block.convolution is not None:
+                self._convolve(layer, mixer)
             layer.input_layernorm.register_forward_hook(mixer.place)
         return mixer
+
+    def _corrections(self, mixer: "_ContextMixer") -> Corrections | None:
+        """Return what corrects scores by the tokens before, as the files have it."""
+        head = self.checkpoint.tensors.get("lm_head.weight")
+        num_words = int(self.checkpoint.config["vocab_size"])
+        num_scored = num_words if head is None else head.shape[0]
+        width = mixer.fc.out_features
+        sizes = Sizes(num_words, num_scored, width, 0, self.block.size, self.block.num_candidates)
+        parts = {
+            name.removeprefix(_CORRECTIONS): shape
+            for name, shape in mixer_shapes(self.checkpoint).items()
+            if name.startswith(_CORRECTIONS)
+        }
+        return corrections_of(parts, sizes, mixer.fc.weight.dtype)
+
+    def _convolve(self, layer: Any, mixer: "_ContextMixer") -> None:
+        """Add the convolutions around a layer's halves."""
+        assert self.block.convolution is not None, "there are some"
+        width, dtype = mixer.fc.out_features, mixer.fc.weight.dtype
+        layer.attention_conv = BlockConvolution(width, *self.block.convolution, dtype)
+        layer.mlp_conv = BlockConvolution(width, *self.block.convolution, dtype)
+        layer.attention_conv.surround(layer.input_layernorm, layer.self_attn, mixer.in_block)
+        layer.mlp_conv.surround(layer.post_attention_layernorm, layer.mlp, mixer.in_block)
+        replace_linears(layer)
 
     def forward_parts(self, parts: Sequence[BatchPart], *, num_logits: int = 0) -> Tensor:
         """See `TreeModel`; rows whose states were taken out of the log are of committed tokens."""
@@ -57,56 +92,66 @@ class BlockModel(HeadModel):
 
     def new_cache(self, num_slots: int, gather: Any = None) -> CarriedCache:
         """Return an empty cache, which has room for a block as well."""
-        return super().new_cache(num_slots + self.block[0], gather)
+        return super().new_cache(num_slots + self.block.size, gather)
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Return the tokens of a block, and the id of those to be guessed."""
+    def block(self) -> Block:
+        """Return what the draft says of its block."""
         assert self._carried.block is not None, "such a draft says so"
         return self._carried.block
 
     @property
     def num_guesses(self) -> int:
         """Return the number of tokens that a block guesses."""
-        return self.block[0] - (not self._carried.is_anchored)
+        return self.block.size - (not self.block.is_anchored)
 
     @property
-    def corrections(self) -> "_Corrections | None":
-        """Return the module that corrects scores by the token before; None for none."""
-        corrections: _Corrections | None = self._mixer.markov
+    def corrections(self) -> Corrections | None:
+        """Return the module that corrects scores by the tokens before; None for none."""
+        corrections: Corrections | None = self._mixer.corrections
         return corrections
 
-    def guessed(self, logits_DV: Tensor) -> "_Guessed":
-        """Return scores behind a block's pass with the rows that they were made of."""
-        return _Guessed(logits_DV, self._output_TD[len(self._output_TD) - len(logits_DV) :])
+    def output(self, logits_DV: Tensor) -> BlockOutput:
+        """Return scores behind a block's pass with its rows."""
+        scores_DV = logits_DV * self.block.scores_scale
+        if softcap := self.block.softcap:
+            scores_DV = (scores_DV / softcap).tanh() * softcap
+        return BlockOutput(scores_DV, self._output_TD[-self.block.size :])
+
+    def before(self, output: BlockOutput, tokens: Sequence[int]) -> Tensor:
+        """Return the state (1, Z) of corrections before the last of these tokens."""
+        if self.corrections is None:
+            return output.hidden_BH.new_zeros(1, 0)
+        return self.corrections.start(output, tokens)
 
     @torch.inference_mode()
     def below(
-        self, guessed: "_Guessed", depth_F: Tensor, token_F: Tensor, state_FR: Tensor
+        self, output: BlockOutput, depth_F: Tensor, token_F: Tensor, state_FZ: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return scores (F, V) of what follows nodes, and states (F, R) for what follows those."""
+        """Return scores (F, V) of what follows nodes, and states (F, Z) for what follows those."""
         depth_F = self.send(depth_F.clamp(max=self.num_guesses - 1))
-        scores_FV = guessed.scores_DV[depth_F]
+        scores_FV = output.scores_DV[depth_F]
         if self.corrections is None:
-            return scores_FV, state_FR
-        added_FW, state_FR = self.corrections(
-            self.send(token_F), guessed.hidden_DH[depth_F], state_FR
-        )
-        return scores_FV + self.widened(added_FW, 0.0), state_FR
+            return scores_FV, state_FZ
+        added_FW, state_FZ = self.corrections(output, depth_F, self.send(token_F), state_FZ)
+        return scores_FV + self.widened(added_FW, 0.0), state_FZ
+
+    def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Any:
+        """See `TreeModel`; rows of a causal layer see none behind themselves."""
+        masks = super()._masks_of(position_U, ancestor_TU, cache)
+        num_before = ancestor_TU.shape[1] - ancestor_TU.shape[0]
+        causal_masks = super()._masks_of(position_U, ancestor_TU.tril(num_before), cache)
+        return {
+            window: causal_masks[window] if self.block.is_causal[window is not None] else seen
+            for window, seen in masks.items()
+        }
 
     def _enter(self, embedded_1TD: Tensor, fed_1TD: Tensor) -> Tensor:
         self._mixer.context = (self._is_context_T[None, :, None], fed_1TD)
-        return embedded_1TD
+        return embedded_1TD * self.block.embedding_scale
 
 
 MODEL = BlockModel
-
-
-class _Guessed(NamedTuple):
-    """What came out of a block's pass, by position: scores, and what they were made of."""
-
-    scores_DV: Tensor
-    hidden_DH: Tensor
 
 
 class _ContextMixer(nn.Module):
@@ -125,53 +170,21 @@ class _ContextMixer(nn.Module):
         dtype = next(norm.parameters()).dtype
         self.fc = empty_linear(num_inputs, width, dtype)
         self.hidden_norm = twin(norm)
-        is_corrected = "markov.w1.weight" in shapes
-        self.markov = _Corrections(shapes, dtype) if is_corrected else None
+        self.corrections: Corrections | None = None
 
     def forward(self, tapped_TW: Tensor) -> Tensor:
         """Return (T, D) of the target's states."""
         mixed_TD: Tensor = self.hidden_norm(self.fc(tapped_TW))
         return mixed_TD
 
+    def in_block(self) -> Tensor:
+        """Return which rows (1, T, 1) of the pass that runs are a block's."""
+        return ~self.context[0]
+
     def place(self, _: nn.Module, __: Any, normed_1TD: Tensor) -> Tensor:
         """Return keys and values of a layer's attention, from its own normed rows and context."""
         is_context_1T1, fed_1TD = self.context
         return torch.where(is_context_1T1, fed_1TD, normed_1TD)
-
-
-class _Corrections(nn.Module):
-    """What the token before adds to a position's scores: DSpark's head, in three forms.
-
-    W2 W1[token] alone; gated by the block's row; or of a state that goes on from token to token.
-    Sources: DSpark (2607.05147); speculators 0.9 `MarkovHead`.
-    """
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        super().__init__()
-        num_words, self.rank = shapes["markov.w1.weight"]
-        self.w1 = nn.Embedding(num_words, self.rank, device="meta", dtype=dtype)
-        self.w2 = empty_linear(self.rank, shapes["markov.w2.weight"][0], dtype)
-        self.gate: nn.Linear | None = None
-        self.joint: nn.Linear | None = None
-        for name in ("gate", "joint"):
-            if shape := shapes.get(f"markov.{name}.weight"):
-                has_bias = f"markov.{name}.bias" in shapes
-                setattr(self, name, empty_linear(shape[1], shape[0], dtype, has_bias=has_bias))
-
-    def forward(
-        self, token_F: Tensor, hidden_FH: Tensor, state_FR: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return numbers (F, W) to be added to scores, and the states behind these tokens."""
-        before_FR = self.w1(token_F)
-        if self.joint is not None:
-            joint_F = self.joint(torch.cat([state_FR, before_FR, hidden_FH], dim=-1))
-            kept, new, before_FR = joint_F.chunk(3, dim=-1)
-            state_FR = kept.sigmoid() * state_FR + (1 - kept.sigmoid()) * new.tanh()
-            before_FR = before_FR.tanh()
-        elif self.gate is not None:
-            gate_FR = self.gate(torch.cat([hidden_FH, before_FR], dim=-1)).sigmoid()
-            before_FR = gate_FR * before_FR
-        return self.w2(before_FR), state_FR
 
 
 @dataclass(frozen=True)
@@ -180,38 +193,34 @@ class _BlockDraft(CarriedDraft):
 
     _model: BlockModel
     _cache: CarriedCache
-    _guessed: list[_Guessed] = field(default_factory=list)
+    _outputs: list[BlockOutput] = field(default_factory=list)
     _states: list[Tensor] = field(default_factory=list)  # of the root, and of rows behind it
 
-    def block(self, tokens: Sequence[int]) -> _Guessed:
+    def block(self, tokens: Sequence[int]) -> BlockOutput:
         """Return guesses behind these tokens, at each position of the block."""
         *chunks, last = self._missing(tokens).split(self.prompt_rows)
         for chunk in chunks:
             self._run_committed(chunk, num_logits=1)
         num_rows = len(last)
-        size, mask = self._model.block
-        token_T = torch.cat([last, torch.tensor([tokens[-1], *[mask] * (size - 1)])])
+        block = self._model.block
+        masked = [block.mask] * (block.size - 1)
+        token_T = torch.cat([last, torch.tensor([tokens[-1], *masked])])
         sees_TT = causal(len(token_T))
         sees_TT[num_rows:] = True
         position_T = torch.arange(len(token_T)) + self._cache.length
         rows = BatchPart(token_T, position_T, sees_TT, self._cache)
         scores_DV = self.score_parts([rows], num_logits=self._model.num_guesses)
         self._cache.commit(range(num_rows))
-        return self._model.guessed(scores_DV)
-
-    def no_state(self) -> Tensor:
-        """Return (1, R): what corrections start from."""
-        corrections = self._model.corrections
-        rank = 0 if corrections is None else corrections.rank
-        return torch.zeros(1, rank, dtype=self._model.dtype, device=self._model.torch_device)
+        return self._model.output(scores_DV)
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
-        self._guessed[:] = [self.block(tokens)]
+        output = self.block(tokens)
         root_1 = torch.tensor([tokens[-1]])
-        scores_1V, state_1R = self._model.below(
-            self._guessed[0], torch.zeros_like(root_1), root_1, self.no_state()
+        scores_1V, state_1Z = self._model.below(
+            output, torch.zeros_like(root_1), root_1, self._model.before(output, tokens)
         )
-        self._states[:] = [state_1R]
+        self._outputs[:] = [output]
+        self._states[:] = [state_1Z]
         return scores_1V
 
     def run(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
@@ -219,11 +228,11 @@ class _BlockDraft(CarriedDraft):
         depth_W = position_U[-len(token_W) :] - self._cache.length
         num_known = ancestor_WU.shape[1]
         parents = [parent_of(ancestor_WU, row, num_known) for row in range(len(token_W))]
-        state_UR = torch.cat(self._states)
-        scores_WV, state_WR = self._model.below(
-            self._guessed[0], depth_W, token_W, state_UR[torch.tensor(parents) + 1]
+        state_UZ = torch.cat(self._states)
+        scores_WV, state_WZ = self._model.below(
+            self._outputs[0], depth_W, token_W, state_UZ[torch.tensor(parents) + 1]
         )
-        self._states.append(state_WR)
+        self._states.append(state_WZ)
         return scores_WV
 
 
@@ -241,7 +250,7 @@ class BlockDrafter(CarriedDrafter):
 
     def cost(self, shape: Shape) -> Sequence[int]:
         """Return the rows of its one pass."""
-        return (self.model.block[0],)
+        return (self.model.block.size,)
 
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
         """Yield logits (1, V), see `Proposer`."""
@@ -261,7 +270,7 @@ class BlockDrafter(CarriedDrafter):
             chance_of[path] = max(chance, chance_of.get(path, 0.0))
         paths = sorted(chance_of, key=lambda path: (-chance_of[path], len(path)))
         chances = np.array([chance_of[path] for path in paths[1 : shape.num_nodes]])
-        num_rows = self.policy(text.sampler).num_rows(chances, [self.model.block[0]])
+        num_rows = self.policy(text.sampler).num_rows(chances, [self.model.block.size])
         return _as_tree(paths[:num_rows], text.tokens[-1], lists)
 
     def _draft(self, state: KVCache) -> "_BlockDraft":
@@ -281,12 +290,12 @@ class _Lists:
         self._first = len(text.tokens)  # the position behind the root
         self._sampler = text.sampler
         self._exponent = exponent
-        self._guessed = draft.block(text.tokens)
-        self._state_of: dict[_Path, Tensor] = {(): draft.no_state()}
+        self._output = draft.block(text.tokens)
+        self._state_of: dict[_Path, Tensor] = {(): self._model.before(self._output, text.tokens)}
         self._score_of = dict[_Path, Tensor]()
         if self._model.corrections is None:
             # the same below every path
-            self._score_DV = self._drawn(self._guessed.scores_DV, [()] * self._model.num_guesses)
+            self._score_DV = self._drawn(self._output.scores_DV, [()] * self._model.num_guesses)
             self._ranked = self._rank(self._score_DV)
 
     def score_below(self, path: _Path) -> Tensor | None:
@@ -302,11 +311,11 @@ class _Lists:
             chance_DK, token_DK = self._ranked
             return chance_DK[depth : depth + 1], token_DK[depth : depth + 1]
         token_F = torch.tensor([path[-1] if path else self._root_token for path in paths])
-        state_FR = torch.cat([self._state_of[path[:-1]] for path in paths])
+        state_FZ = torch.cat([self._state_of[path[:-1]] for path in paths])
         depth_F = torch.full_like(token_F, depth)
-        score_FV, state_FR = self._model.below(self._guessed, depth_F, token_F, state_FR)
+        score_FV, state_FZ = self._model.below(self._output, depth_F, token_F, state_FZ)
         score_FV = self._drawn(score_FV, paths)
-        self._state_of |= zip(paths, state_FR.split(1), strict=True)
+        self._state_of |= zip(paths, state_FZ.split(1), strict=True)
         self._score_of |= zip(paths, score_FV, strict=True)
         return self._rank(score_FV)
 

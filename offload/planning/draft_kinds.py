@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from offload.checkpoint.assistants import assistant_checkpoint
+from offload.checkpoint.blocks import dflash_checkpoint
 from offload.checkpoint.carried import has_mtp, mtp_checkpoint
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
 from offload.checkpoint.heads import (
     ASSISTANT,
     DFLASH,
     EAGLE3,
-    dflash_checkpoint,
     eagle3_checkpoint,
     head_kind,
     refuse_other_heads,
