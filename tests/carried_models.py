@@ -48,6 +48,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
                 "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_mtp_layers": 1,
                 "mtp_layer_types": ["full_attention"]},
+    "ernie4_5_moe": {"num_hidden_layers": 3, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
+                     "moe_num_shared_experts": 1, "head_dim": 16, "num_mtp_layers": 1},
     "deepseek_v32": {**DEEP, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
                     "v_head_dim": 16, "num_mtp_layers": 1, "mtp_layer_types": ["indexed_attention"],
                     "mtp_mlp_layer_types": ["sparse"], "index_head_dim": 16, "index_n_heads": 2, "index_topk": 512},
@@ -59,6 +61,7 @@ FED_BARE = ("deepseek_v3", "glm4_moe", "glm4_moe of 3", "glm4_moe_lite", "deepse
 BEHIND = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
 OF_MIMO = {"post_norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm",
            "sinks": "attention_sink_bias"}  # fmt: skip
+OF_ERNIE = {"enorm": "emb_norm", "hnorm": "hidden_norm", "eh_proj": "linear_proj", "mtp_block": "block"}
 APART = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 
 
@@ -70,6 +73,8 @@ def _published(name: str, family: str, num_layers: int) -> str:
     if family == "mimo_v2_flash":
         inner = rest if part == "mtp_block" else [part, *rest]
         return ".".join([f"model.mtp.layers.{depth}", *(OF_MIMO.get(word, word) for word in inner)])
+    if family == "ernie4_5_moe":
+        return ".".join([f"model.mtp_{OF_ERNIE[part]}.{depth}", *rest])
     behind = f"model.layers.{num_layers + int(depth)}"
     is_apart = family in QWENS
     if part == "mtp_block":
@@ -113,6 +118,10 @@ def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
         for layer in mtp.layers[1:] if family in QWENS else ():
             for part in APART:
                 getattr(layer, part).load_state_dict(getattr(mtp.layers[0], part).state_dict())
+        if family == "ernie4_5_moe":
+            # files have no such norm: the target's is used
+            del mtp.layers[0].post_norm.weight
+            mtp.layers[0].post_norm.weight = model.model.norm.weight
         for name, tensor in (
             [*model.model.layers.named_parameters(), *mtp.layers.named_parameters()] if is_right else []
         ):
@@ -128,6 +137,8 @@ def carrying(family: str, *, is_right: bool = False) -> tuple[Path, Any, Any]:
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in mtp.layers.state_dict().items():
+        if "post_norm" in name and family == "ernie4_5_moe":
+            continue
         for stored, rows in _by_expert(f"layers.{name}", tensor).items():
             tensors[_published(stored, family, config.num_hidden_layers)] = rows.contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

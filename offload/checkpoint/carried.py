@@ -17,6 +17,7 @@ from offload.checkpoint.checkpoint import Carried, Checkpoint
 from offload.checkpoint.small_files import is_wrapper, of_text
 from offload.checkpoint.tensors import TensorEntry, with_codings
 from offload.errors import UserError, require
+from offload.families.types import UNREAD_MTP
 
 # draft tensors that mix an embedding with a hidden state
 MIXER = "model.mixer."
@@ -34,6 +35,7 @@ _MIXER_PARTS = {
     "input_proj": "eh_proj",
     "emb_norm": "enorm",
     "linear_proj": "eh_proj",
+    "hidden_norm": "hnorm",
 }
 _NORMS = frozenset({"shared_head.norm", "final_layernorm"})
 _BLOCK_PARTS = {"pre_mlp_layernorm": "post_attention_layernorm"}
@@ -49,11 +51,13 @@ class _Layout(NamedTuple):
     name: re.Pattern[str]
     is_hidden_first: bool = False
     has_one_mixer: bool = False  # one mixer and one norm for all depths
+    has_targets_norm: bool = False  # the norm behind a depth is the target's last one
     kind: str | None = None  # the layers' kind of attention, by `layer_types`
 
 
 # The first that any tensor matches is that of the file. MiMo-V2's layers see a window (vLLM
-# `mimo_v2_mtp.py`).
+# `mimo_v2_mtp.py`). Ernie's start behind the target's last norm and end in it (FastDeploy at
+# 0667220, `ernie4_5_mtp.py`); vLLM at 028aedf leaves out the second.
 _LAYOUTS = (
     _Layout(re.compile(r"^model\.mtp_layers\.(?P<depth>\d{1,6})\.(?P<part>.+)$"), True),
     _Layout(
@@ -64,6 +68,7 @@ _LAYOUTS = (
         re.compile(
             r"^(?:model\.)?mtp_(?P<kind>block|emb_norm|hidden_norm|linear_proj)\.(?P<depth>\d{1,6})\.(?P<part>.+)$"
         ),
+        has_targets_norm=True,
     ),
     _Layout(
         re.compile(r"^mtp\.(?:layers\.(?P<depth>\d{1,6})\.)?(?P<part>.+)$"), has_one_mixer=True
@@ -101,21 +106,28 @@ def mtp_checkpoint(target: Checkpoint, value: str = "") -> Checkpoint:
     stated = next((text[name] for name in _COUNTS if isinstance(text.get(name), int)), 0)
     extra = with_codings(where, target.config, dict(target.extra))
     tensors, layout = _by_own_names(extra, num_layers)
-    if not tensors:
+    why = UNREAD_MTP.get(str(text.get("model_type")).removesuffix("_text"))
+    if why or not tensors:
         requirement = f"{where}: `draft` mtp needs MTP layers in the files"
         got = f"config.json states {stated} and no tensor is of them" if stated else "none"
         if extra:
-            got = f"layers in a form that is not read ({min(extra)})"
+            got = f"layers in a form that is not read ({why or min(extra)})"
         raise UserError(f"{requirement}, got {got}: take lookup, or name a small draft")
+    shared = shared_with(target)
     if str(text.get("model_type")).startswith("nemotron_h") and any(map(_SUBLAYER.match, extra)):
         num_depths = 1
         tensors, config = _of_sublayers(where, target.config, tensors)
     else:
+        norm = target.tensors.get("model.norm.weight")
+        if layout.has_targets_norm and norm is not None:
+            depths = {_depth_of(name) for name in tensors}
+            tensors |= {around_layer(depth, "norm.weight"): norm for depth in depths}
+            # of the first layer it is the target's itself
+            shared |= {name: norm for name in tensors if name == "model.norm.weight"}
         if layout.has_one_mixer:
             tensors = _with_mixer_of_each(tensors)
         num_depths = _check_depths(where, tensors, stated)
         config = _config(target.config, tensors, num_depths, layout.kind)
-    shared = shared_with(target)
     carried = Carried(
         frozenset(shared),
         not any(_NORM_OF_HEAD in name for name in extra),
@@ -235,7 +247,7 @@ def _own_name(groups: Mapping[str, str | None], num_layers: int, layout: _Layout
         return None
     kind = groups.get("kind")
     if kind is not None and kind != "block":
-        part = f"{kind.replace('hidden_norm', 'hnorm')}.{part}"
+        part = f"{kind}.{part}"
     module, _, leaf = part.rpartition(".")
     if module in _MIXER_PARTS:
         return around_layer(depth, f"{_MIXER_PARTS[module]}.{leaf}")
@@ -270,15 +282,19 @@ def _config(
     if kind is not None or isinstance(text.get("mlp_layer_types"), list):
         text["mlp_layer_types"] = ["sparse" if is_mixture else "dense"] * num_depths
     text.pop("layers_block_type", None)
-    if "first_k_dense_replace" in text:
-        text["first_k_dense_replace"] = 0 if is_mixture else num_depths
-    if "mlp_only_layers" in text or "decoder_sparse_step" in text:
-        text |= {
-            "mlp_only_layers": [] if is_mixture else [*range(num_depths)],
-            "decoder_sparse_step": 1,
-        }
-    if "full_attention_interval" in text:
-        text["full_attention_interval"] = 1
+    first_sparse = 0 if is_mixture else num_depths
+    by_number = {
+        "first_k_dense_replace": first_sparse,
+        "moe_layer_start_index": first_sparse,
+        "moe_layer_end_index": num_depths - 1,
+        "moe_layer_interval": 1,
+        "full_attention_interval": 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [*range(first_sparse)],
+    }
+    if "decoder_sparse_step" in text:
+        text.setdefault("mlp_only_layers", [])
+    text |= {name: value for name, value in by_number.items() if name in text}
     if not is_wrapper(dict(config)):
         return text
     return {**config, "text_config": text}

@@ -29,6 +29,11 @@ MISCOMPUTED = {
     "mllama_text_model": "layers that attend to pictures alone",
     "phi4_multimodal": "towers inside of its language model",
 }
+# By the type of the text: MTP layers in files of targets that run, which are not computed here.
+UNREAD_MTP = {
+    "hy_v4": "its layer has no hyper-connections, which all of the target's have",
+    "mistral_large4": "nothing public says what its mtp_dspark tensors compute",
+}
 # What keeps layers from being shared among ranks as stages, by the name in the config.
 INSEPARABLE = {
     "is_encoder_decoder": "its encoder is run by the rank that has the prompt",
