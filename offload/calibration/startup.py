@@ -21,7 +21,7 @@ from offload.kernels.jit import is_for_kernels
 from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_kernels
 from offload.model.tree_model import TreeModel
-from offload.planning.cost_model import NOTHING, Costs, Traffic
+from offload.planning.cost_model import NOTHING, Costs, Traffic, with_draft_reads
 from offload.planning.knowledge import Knowledge, RunSettings
 from offload.rules import drafting_of
 from offload.sampling.sampler import Sampler
@@ -80,7 +80,7 @@ def calibrate(
         verify_s=0.0,
         link_bytes_per_s=rate,
     )
-    return replace(known, tried=tried)
+    return replace(known, tried=with_draft_reads(tried, traffic_of(1)))
 
 
 def pick_kernels(

@@ -125,6 +125,7 @@ class ModelShape:
     recurrent: RecurrentShape = NO_STATES  # of layers that keep states beside keys and values
     # experts that may come on demand; None if there are none, or all are always used
     experts: ExpertShape | None = None
+    num_expert_slots: int = 0  # of a draft whose experts come on demand; 0 for one that stays whole
     scout: "ModelShape | None" = None  # of a copy: the smaller draft below it
 
     @property

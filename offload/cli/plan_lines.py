@@ -35,7 +35,7 @@ def answer_lines(
     plan = answer.plan
     rows = [("model", model_words(answer.models[0]))]
     for draft in answer.models[1:]:
-        rows.append(("draft", f"{model_words(draft)}, stays {_where(plan)}"))
+        rows.append(("draft", f"{model_words(draft)}, stays {_where(plan)}{_but_experts(plan)}"))
     rows.append(("machine", _machine_words(answer, is_decimal)))
     rows.append(("layers", _layers_words(plan)))
     if plan.has_experts and plan.is_streamed:
@@ -54,6 +54,15 @@ def answer_lines(
     if is_verbose:
         lines += ["", plan_picture(plan, is_decimal=is_decimal), *_table(answer.predictions)]
     return "\n".join(lines)
+
+
+def _but_experts(plan: MemoryPlan) -> str:
+    """Return which of a draft's experts come on demand; nothing where all stay."""
+    if plan.draft_experts is None:
+        return ""
+    total = plan.draft_experts.num_records
+    left = total - plan.num_kept_draft_experts
+    return f", but for {left:,} of {total:,} experts, read when they are needed" if left else ""
 
 
 def cards_lines(cards_plan: CardsPlan, *, is_decimal: bool = False) -> str:

@@ -33,9 +33,16 @@ def open_model(
     return kind(checkpoint, dtype, torch_device, **settings)
 
 
-def open_draft(files: ModelFiles, dtype: str, torch_device: torch.device) -> TreeModel | None:
-    """Return the draft's model without its layers' weights; None where there is none."""
-    return None if files.draft is None else open_model(files.draft, dtype, torch_device)
+def open_draft(
+    files: ModelFiles, dtype: str, torch_device: torch.device, *, on_demand: bool = False
+) -> TreeModel | None:
+    """Return the draft's model without its layers' weights; None where there is none.
+
+    With `on_demand` its experts are read when passes need them.
+    """
+    if files.draft is None:
+        return None
+    return open_model(files.draft, dtype, torch_device, on_demand=on_demand)
 
 
 def open_drafter(

@@ -7,6 +7,7 @@ refused is refused in between.
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,7 +121,9 @@ def _open_drafts(
     """Return the draft, and the scout below it, as far as they are named. Raises `UserError`."""
     files = setup.files
     drafts = list[TreeModel]()
-    while (draft := open_draft(files, setup.dtype, setup.device.torch_device)) is not None:
+    on_demand = setup.minimal_plan.num_draft_expert_slots > 0
+    open_next = partial(open_draft, on_demand=on_demand)
+    while (draft := open_next(files, setup.dtype, setup.device.torch_device)) is not None:
         resources.callback(draft.close)
         words = (Vocabulary(model.vocab_size, model.start_ids) for model in (target, draft))
         draft.foreign_ids = check_vocabulary(tokenizer, files, *words)
@@ -157,6 +160,13 @@ def _check(pair: ModelPair, request: Request) -> None:
         check_session(Path(request.session), pair.identities, plan)
 
 
+def open_draft_files(pair: ModelPair) -> ByteSource:
+    """Return the files of the draft, for experts that come on demand."""
+    assert pair.draft is not None, "a draft has experts"
+    limit = pair.setup.options.limit_bytes_per_s
+    return _open_files(pair.setup, pair.draft.checkpoint, limit, pair.scans[1].look)
+
+
 def _open_files(
     setup: Setup, checkpoint: Checkpoint, limit_bytes_per_s: float | None, watcher: Watcher
 ) -> ByteSource:
@@ -188,6 +198,7 @@ def read_pair(pair: ModelPair) -> list[KernelChoice]:
         source = _open_files(pair.setup, draft.checkpoint, None, watcher)
         with closing(source):
             count(draft.read_rest(source.fetch, target))
+            draft.bring_samples(source.fetch)
             choices.append(_pick_expansion(pair, draft, source))
             draft.bind_layers(source.fetch, count)
     return choices

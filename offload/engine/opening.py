@@ -19,6 +19,7 @@ from offload.drafting.retrieval import open_sources
 from offload.engine.build import (
     ModelPair,
     layer_callback,
+    open_draft_files,
     open_pair,
     read_pair,
     send_beside_layers,
@@ -29,6 +30,8 @@ from offload.engine.request import Request
 from offload.engine.run_trees import RunTrees
 from offload.engine.setup import Setup
 from offload.engine.team import LOADERS, Team, beside_cards
+from offload.memory.plan import MemoryPlan
+from offload.model.carried_model import CarriedModel
 from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import open_layers
 
@@ -59,7 +62,8 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
     plan = config.plan
     setup.hooks.on_phase("reading layers that stay")
     # samples of layers for trials and timing, kept outside the plan
-    pair.target.drop_experts()
+    for model in filter(None, (pair.target, pair.draft)):
+        model.drop_experts()
     pair.scans[0].expect(pair.target.layer_layouts, plan.tier_L)
     layouts = [*pair.target.layer_layouts, *pair.target.encoder_layouts]
     layers = open_layers(pair.source, layouts, plan, setup.device, resources)
@@ -74,6 +78,7 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         experts=_open_experts(pair, config, trees, resources),
         device=setup.device,
     )
+    _open_draft_experts(pair, plan, resources)
     pair.notes.extend([*setup.notes, *team.notes])
     drafter = proposer_of(
         pair.draft,
@@ -160,3 +165,16 @@ def _open_experts(
     if uses is not None:
         pool.warm(uses.uses_B, config.plan.num_kept_experts, pair.setup.hooks.on_bytes)
     return pool
+
+
+def _open_draft_experts(pair: ModelPair, plan: MemoryPlan, resources: ExitStack) -> None:
+    """Open a pool for a carried draft's experts, if they come on demand."""
+    if pair.draft is None or not pair.draft.experts:
+        return
+    assert isinstance(pair.draft, CarriedModel), "other drafts stay whole"
+    source = open_draft_files(pair)
+    resources.callback(source.close)
+    records = [experts.records for experts in pair.draft.experts]
+    num_slots = plan.num_draft_expert_slots
+    pool = open_pool(source, records, num_slots, pair.setup.device, resources)
+    pair.draft.draw_experts(pool)

@@ -124,6 +124,9 @@ class MemoryPlan:
     num_expert_slots: int = 0  # where layers are computed
     # slots of a second pool, in pinned memory, for experts that a GPU does not keep
     num_host_expert_slots: int = 0
+    # of a draft that the target's files carry, if they come on demand as well
+    draft_experts: ExpertShape | None = None
+    num_draft_expert_slots: int = 0
 
     @property
     def has_experts(self) -> bool:
@@ -135,6 +138,14 @@ class MemoryPlan:
         """Return the number of experts that may stay where layers are computed."""
         pool = ExpertPoolSize(self.num_experts, self.expert_slot_bytes)
         return pool.kept_in(self.num_expert_slots)
+
+    @property
+    def num_kept_draft_experts(self) -> int:
+        """Return the number of the draft's experts on demand that may stay."""
+        if self.draft_experts is None:
+            return 0
+        pool = ExpertPoolSize(self.draft_experts.num_records, self.draft_experts.slot_bytes)
+        return pool.kept_in(self.num_draft_expert_slots)
 
     @property
     def is_streamed(self) -> bool:
@@ -327,6 +338,16 @@ class MemoryPlan:
             "resident_layers": layers[LayerTier.RESIDENT],
             "disk_layers": layers[LayerTier.DISK],
             **({"experts": self._experts_dict()} if self.has_experts else {}),
+            **({"draft_experts": self._draft_experts_dict()} if self.draft_experts else {}),
+        }
+
+    def _draft_experts_dict(self) -> dict[str, int]:
+        assert self.draft_experts is not None, "some come on demand"
+        return {
+            "num_experts": self.draft_experts.num_records,
+            "num_kept": self.num_kept_draft_experts,
+            "num_expert_slots": self.num_draft_expert_slots,
+            "expert_slot_bytes": self.draft_experts.slot_bytes,
         }
 
     def _experts_dict(self) -> dict[str, object]:

@@ -43,6 +43,7 @@ from offload.memory.sizes import (
     taps_bytes,
 )
 from offload.memory.tiers import (
+    MIN_EXPERTS,
     MIN_SLOTS,
     NUM_LOADERS,
     ExpertPoolSize,
@@ -194,15 +195,37 @@ def _plan_experts(
     """Return the plan in which experts come as the budget says, one by one where it is open."""
     num_nodes = max(num_nodes, budget.parallel)
 
-    def plan_of(shape: ModelShape) -> MemoryPlan:
+    def plan_of(shape: ModelShape, draft: ModelShape | None) -> MemoryPlan:
         def in_rows(num_rows: int) -> MemoryPlan:
             return _MemoryLayout(shape, draft, budget, num_nodes, num_rows).plan()
 
         return with_prompt_rows(in_rows, shape, budget.positions, budget.rates)
 
     if target.experts is None or budget.experts == "layers":
-        return plan_of(replace(target, experts=None))
-    return plan_of(on_demand(target))
+        return plan_of(replace(target, experts=None), draft)
+    plan = partial(plan_of, on_demand(target))
+    is_carried = draft is not None and draft.shares_rest and budget.gpu_bytes is None
+    if draft is None or draft.experts is None or not is_carried:
+        return plan(draft)
+    drafts = on_demand(draft)
+    least = min(MIN_EXPERTS, draft.experts.num_records)
+    with_least = plan(replace(drafts, num_expert_slots=least))
+    num_slots = max(least, _draft_slots(with_least, draft.experts, budget))
+    return plan(replace(drafts, num_expert_slots=num_slots))
+
+
+def _draft_slots(with_least: MemoryPlan, experts: ExpertShape, budget: MemoryBudget) -> int:
+    """Return the slots for a draft's experts: a share of what all slots take, as of all experts."""
+    slot_bytes = with_least.expert_slot_bytes
+    others_bytes = with_least.total_bytes - with_least.num_expert_slots * slot_bytes
+    others_bytes -= with_least.num_draft_expert_slots * experts.slot_bytes
+    if budget.prompt_cache_bytes is None:
+        others_bytes -= with_least.prompt_cache_bytes
+    room_bytes = int(budget.ram_bytes) - others_bytes
+    own_bytes = experts.num_records * experts.slot_bytes
+    share_bytes = room_bytes * own_bytes // (own_bytes + with_least.num_experts * slot_bytes)
+    most_bytes = min(share_bytes, own_bytes, room_bytes - MIN_EXPERTS * slot_bytes)
+    return most_bytes // experts.slot_bytes
 
 
 class _MemoryLayout(NamedTuple):
@@ -319,6 +342,8 @@ class _MemoryLayout(NamedTuple):
             layer_slot_bytes=0,
             num_layer_slots=0,
             **_expert_counts(target.experts),
+            draft_experts=draft.experts if draft and draft.num_expert_slots else None,
+            num_draft_expert_slots=draft.num_expert_slots if draft else 0,
         )
 
     def _computing_tier(self, bare: MemoryPlan) -> MemoryTier:
@@ -341,7 +366,8 @@ class _MemoryLayout(NamedTuple):
             slots = "two layer slots" if sum(layers) > MIN_SLOTS * max(layers) else "its layers"
             slots += " and two experts" if target.experts else ""
             of_draft = smaller = ""
-            if budget.gpu_bytes is not None and drafting_bytes:
+            is_carried = self.draft is not None and self.draft.tap_row_bytes > 0
+            if drafting_bytes and (is_carried or budget.gpu_bytes is not None):
                 room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
                 of_draft = f", {budget.size(drafting_bytes)} of it for the draft"
                 smaller = f", take a draft of at most {budget.size(room_bytes)}"

@@ -110,6 +110,8 @@ def _draft_bytes(
         (*draft.layer_bytes, *draft.encoder_bytes)
     )
     weights_bytes += draft.scratch_bytes
+    if draft.experts is not None:
+        weights_bytes += draft.num_expert_slots * draft.experts.slot_bytes
     if draft.shares_rest:  # except for a table that the target keeps on the host
         weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
         weights_bytes += draft.own_rest_bytes

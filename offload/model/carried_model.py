@@ -25,6 +25,7 @@ from offload.model.linear import replace_linears
 from offload.model.parts import BatchPart
 from offload.model.taps import Taps, final_norm
 from offload.model.tree_model import Replay, TreeModel
+from offload.streaming.experts import ExpertPool
 
 _HOST = torch.device("cpu")
 # the target's states of rows (T, W) -> what is fed (T, D)
@@ -197,6 +198,7 @@ class CarriedModel(TreeModel):
         assert checkpoint.carried is not None, "such a draft says what it shares"
         self._carried: Carried = checkpoint.carried
         super().__init__(checkpoint, dtype, torch_device, adapt=self._adapt, **bound)
+        self._pool: ExpertPool | None = None
         self._fed_TD = torch.empty(0)
         self._output_TD = torch.empty(0)
         decoder = self.meta_model.get_decoder()
@@ -215,6 +217,8 @@ class CarriedModel(TreeModel):
                 if isinstance(cache, CarriedCache)
             ]
         )
+        if self._pool is not None:
+            self._pool.begin_pass(sum(len(part.token_T) for part in parts))
         logits = super().forward_parts(parts, num_logits=num_logits)
         lo = 0
         for part in parts:
@@ -223,6 +227,16 @@ class CarriedModel(TreeModel):
             part.cache.note(part, self._output_TD[lo : lo + num_rows])
             lo += num_rows
         return logits
+
+    def draw_experts(self, pool: ExpertPool) -> None:
+        """Read routed experts when passes need them, through a pool that is this model's alone."""
+        self._pool = pool
+        self.bring_experts(pool.bring)
+
+    @property
+    def own_bytes(self) -> int:
+        """See `BoundModel`; a pool's slots are its own."""
+        return super().own_bytes + (0 if self._pool is None else self._pool.num_bytes)
 
     def new_cache(self, num_slots: int, gather: Callable[..., None] | None = None) -> CarriedCache:
         """Return an empty cache for one text."""

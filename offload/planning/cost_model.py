@@ -25,7 +25,7 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.sizes import MAX_LOGITS_ROWS
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
-from offload.trees.topology import PACES, DynamicShape, Shape
+from offload.trees.topology import PACES, SIZES, DynamicShape, Shape
 
 Limit = Literal["link", "disk", "compute", "draft"]
 # The time of a draft step beside its weights, its kernels and the host's growing of the tree: masks
@@ -128,6 +128,7 @@ class Traffic(NamedTuple):
     is_disk_slower: bool = False  # than the link to the GPU, so that a sweep waits for the disk
     experts: ExpertTraffic | None = None  # where they are read on demand
     prompt_rows: int = 0  # that a pass takes in of a prompt
+    draft_experts: ExpertTraffic | None = None  # of a draft whose experts are read on demand
 
     @classmethod
     def from_plan(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
@@ -148,6 +149,7 @@ class Traffic(NamedTuple):
             is_disk_slower,
             experts,
             plan.max_prompt_rows,
+            ExpertTraffic.of_draft(plan),
         )
 
     @property
@@ -233,6 +235,16 @@ def step_of(
     return _best_sweep(_possible_sweeps(costs, traffic, num_rows, hidden_s))._replace(
         draft_s=draft_s, host_s=host_s
     )
+
+
+def with_draft_reads(costs: Costs, traffic: Traffic | None) -> Costs:
+    """Return the costs of a draft whose steps also wait for experts that come on demand."""
+    experts = None if traffic is None else traffic.draft_experts
+    if experts is None:
+        return costs
+    rate = DEMAND_RATE * costs.link_bytes_per_s
+    read_s = Curve(SIZES, tuple(experts.bytes_at(num_rows) / rate for num_rows in SIZES))
+    return replace(costs, draft_step_s=costs.draft_step_s.plus(read_s))
 
 
 def _best_sweep(sweeps: Sequence[StepTime]) -> StepTime:

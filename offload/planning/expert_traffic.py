@@ -140,6 +140,16 @@ class ExpertTraffic(NamedTuple):
             max(1.0, hardware.link_over_disk) if hardware else 1.0,
         )
 
+    @classmethod
+    def of_draft(cls, plan: MemoryPlan) -> "ExpertTraffic | None":
+        """Return the traffic of a draft whose experts come on demand; None for no such draft."""
+        experts = plan.draft_experts
+        if experts is None:
+            return None
+        routing = ExpertRouting.usual(experts.num_layers, experts.num_experts, experts.num_chosen)
+        num_kept = plan.num_kept_draft_experts
+        return cls(experts.slot_bytes, num_kept, routing, num_kept)
+
     def link_bytes_at(self, num_rows: float) -> float:
         """Return the bytes that an on-demand pass of `num_rows` rows moves over the link."""
         return self.slot_bytes * self.routing.misses(num_rows, self.num_kept)

@@ -30,6 +30,7 @@ from offload.planning.cost_model import (
     Traffic,
     link_alone,
     prompt_pass,
+    with_draft_reads,
 )
 from offload.planning.hardware import Assumptions, Hardware
 from offload.planning.knowledge import Knowledge, LinkRate, Provenance
@@ -196,7 +197,7 @@ def _predictions(
 ) -> tuple[tuple[Prediction, ...], str]:
     """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
     assert known.link.bytes_per_s is not None, "there is a link to predict by"
-    costs = known.costs or link_alone(known.link.bytes_per_s)
+    costs = known.costs or with_draft_reads(link_alone(known.link.bytes_per_s), traffic)
     alone = _traffic(setup, known, replace(setup, files=setup.files.alone).minimal_plan)
     num_texts = setup.options.parallel
     plain = predict(setup.tree, costs, alone, chain(0), (1.0, 1.0), num_texts)

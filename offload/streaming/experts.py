@@ -100,6 +100,11 @@ class ExpertPool:
         self._guessed = dict[int, None]()
 
     @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its slots."""
+        return self._slots.nbytes
+
+    @property
     def stall_s(self) -> float:
         """Return the seconds that passes have waited for experts."""
         return self._stall.known_s

@@ -16,6 +16,7 @@ from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.open import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.small_files import of_text
+from offload.cli.plan_lines import answer_lines
 from offload.drafting.base import DraftText
 from offload.drafting.model_drafter import ModelDrafter
 from offload.drafting.mtp import CarriedDrafter
@@ -25,6 +26,8 @@ from offload.errors import UserError
 from offload.memory.sizes import STATE_ROWS, taps_bytes
 from offload.model.taps import TapLog, Taps
 from offload.planning.acceptance import NUM_RANKS
+from offload.planning.load_options import LoadOptions
+from offload.reports.estimate import estimate
 from offload.reports.tracing import ranks_of
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape
@@ -84,15 +87,16 @@ def off_by_one(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TapLog, "commit", lambda log, path, length: right(log, [max(0, row - 1) for row in path], length))
 
 
+@pytest.mark.parametrize("family", ["mellum", "ernie4_5_moe"])
 @pytest.mark.parametrize("mistake", [before_the_norm, swapped, fed_otherwise, off_by_one])
 def test_what_leaves_the_text_as_it_is_shows_in_the_scores(
-    mistake: Callable[[Decoder, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[[Decoder, pytest.MonkeyPatch], None], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened("mellum", tree="dynamic:12x3") as decoder:
+    with opened(family, tree="dynamic:12x3") as decoder:
         mistake(decoder, monkeypatch)
         if mistake is before_the_norm:
             decoder.target.tap(CarriedDrafter.needs)
-        assert gap("mellum", decoder) > 1e-2
+        assert gap(family, decoder) > 1e-2
 
 
 def test_rows_of_accepted_guesses_come_again_with_the_targets_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +244,41 @@ def test_a_plan_has_what_a_carried_draft_holds(family: str, draft_dtype: str | N
         assert decoder.plan.draft_bytes >= planned + 2 * max(num_logged)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe of 3", "nemotron_h"])
+def test_experts_come_on_demand_as_those_of_any_layer(family: str) -> None:
+    """Few of them have room; text and scores are as ever, and the plan has what is held."""
+    with opened(family, None, tree="none", lookup=False) as decoder:
+        wanted = texts_of(decoder, HOT)
+    settings = {"experts": "demand", "tree": "dynamic:16x3", "context": 256}
+    with opened(family, **settings) as decoder:
+        roomy = decoder.plan
+    assert roomy.draft_experts is not None
+    slot_bytes = roomy.draft_experts.slot_bytes
+    assert roomy.num_kept_draft_experts == roomy.draft_experts.num_records
+    lacking_bytes = 2 * roomy.num_draft_expert_slots * slot_bytes // 3
+    few = roomy.fixed_bytes + sum(roomy.layer_bytes) + 6 * roomy.expert_slot_bytes - lacking_bytes
+    with opened(family, ram=few, **settings) as decoder:
+        plan = decoder.plan
+        assert 0 < plan.num_draft_expert_slots < roomy.num_draft_expert_slots
+        model: Any = decoder.drafter.model
+        assert texts_of(decoder, HOT) == wanted
+        assert gap(family, decoder) < 1e-4
+        assert model._pool.num_misses > 0
+        shape = model_shape(model.checkpoint, "float32")
+        assert shape.experts is not None
+        held = decoder.drafter.num_bytes
+        slots_bytes = plan.num_draft_expert_slots * slot_bytes
+        assert slots_bytes <= held <= sum(shape.experts.dense_bytes) + shape.own_rest_bytes + slots_bytes
+        spared_bytes = (roomy.num_draft_expert_slots - plan.num_draft_expert_slots) * slot_bytes
+        taps = [taps_bytes(shape, each.max_prompt_rows + each.num_nodes) for each in (roomy, plan)]
+        assert roomy.draft_bytes - plan.draft_bytes == spared_bytes + taps[0] - taps[1]
+        total = roomy.draft_experts.num_records
+        left = total - plan.num_kept_draft_experts
+    options = {"model": carrying(family)[0], "draft": "mtp", "dtype": "float32", "ram": few, **settings}
+    printed = " ".join(answer_lines(estimate(LoadOptions(**options))).split())
+    assert f"but for {left} of {total} experts" in printed
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_a_tune_scores_with_the_states_of_the_target(family: str) -> None:
     """Ranks are those of the library's scores."""
@@ -257,6 +296,7 @@ BLOCK = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v
          "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]  # fmt: skip
 SPARSE = [*BLOCK[:6], "mlp.gate", "mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.0.down_proj"]
 FIRST = "enorm", "hnorm", "eh_proj"
+KINDS = {"hunyuan v4": "hy_v4", "mistral large 4": "mistral_large4_text"}
 # by family: tensors by the names of published files, and whether its form is read
 NAMES: dict[str, tuple[list[str], bool]] = {
     "glm": ([f"model.layers.2.{part}" for part in (*FIRST, "shared_head.norm", "shared_head.head", *SPARSE)], True),
@@ -269,12 +309,13 @@ NAMES: dict[str, tuple[list[str], bool]] = {
     "mimo v2": ([f"model.mtp.layers.{depth}.{part}" for depth in range(3) for part in (
         *FIRST, "final_layernorm", *(part.replace("post_attention", "pre_mlp") for part in BLOCK))], True),
     "ernie": (["model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0",
-               *(f"model.mtp_block.0.{part}" for part in BLOCK)], False),
+               *(f"model.mtp_block.0.{part}" for part in BLOCK)], True),
     "nemotron": ([f"mtp.layers.0.{part}" for part in (*FIRST, "norm", "mixer.q_proj")]
                  + ["mtp.layers.1.norm", "mtp.layers.1.mixer.gate", "mtp.layers.1.enorm"], False),
     "longcat": (["model.mtp.norm", *(f"model.mtp.layers.0.{part}" for part in (
         "enorm.m", "hnorm.m", "eh_proj", *BLOCK[:6], "transformer_layer.mlp.gate_proj"))], False),
     "deepseek v4": ([f"mtp.0.{part}" for part in ("enorm", "hnorm", "e_proj", "h_proj", "norm", "attn.wq_a")], False),
+    "hunyuan v4": ([f"model.mtp_layers.0.{part}" for part in (*FIRST, "final_layernorm", *SPARSE)], False),
     "mistral large 4": (["mtp_dspark.layers.0.attention.wq", "mtp_dspark.markov_head.markov_w1"], False),
     "inkling": (["model.mtp.chain_norm", *(f"model.mtp.layers.0.{part}" for part in (
         "embed_norm", "hidden_norm", "input_proj", "transformer_block.attn.wq_du"))], False),
@@ -286,6 +327,8 @@ def test_layers_are_found_by_the_names_of_published_files(family: str) -> None:
     """A form that is not read is refused by the parts that are missing, and `auto` passes it over."""
     target = open_checkpoint(carrying("mellum")[0])
     names, is_read = NAMES[family]
+    if kind := KINDS.get(family):
+        target = replace(target, config={**target.config, "model_type": kind})
     entry = next(iter(target.extra.values()))
     target = replace(target, extra={f"{name}.weight": entry for name in names})
     assert has_mtp(target) == is_read
@@ -297,7 +340,7 @@ def test_layers_are_found_by_the_names_of_published_files(family: str) -> None:
     block = SPARSE if any("experts" in name for name in names) else BLOCK
     num_depths = 3 if family in ("step", "mimo v2") else 1
     wanted = {f"model.layers.{depth}.{part}" for depth in range(num_depths) for part in block}
-    wanted |= {f"model.mixer.{part}" for part in FIRST} | {"model.norm"}
+    wanted |= {f"model.mixer.{part}" for part in FIRST} | ({"model.norm"} if family != "ernie" else set())
     wanted |= {f"model.mixer.deeper.{depth}.{part}" for depth in range(num_depths - 1) for part in (*FIRST, "norm")}
     own = {name.removesuffix(".weight") for name in draft.tensors if not draft.shares(name)}
     assert own == wanted and of_text(draft.config)["num_hidden_layers"] == num_depths

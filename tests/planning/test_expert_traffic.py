@@ -20,7 +20,17 @@ from offload.memory.plan import MemoryBudget
 from offload.memory.planner import plan_memory
 from offload.planning.budget import traffic_in, with_experts
 from offload.planning.choice import TreeRoom, most_nodes
-from offload.planning.cost_model import DEMAND_RATE, NEVER, Costs, Curve, Traffic, link_alone, overlapped_s, step_of
+from offload.planning.cost_model import (
+    DEMAND_RATE,
+    NEVER,
+    Costs,
+    Curve,
+    Traffic,
+    link_alone,
+    overlapped_s,
+    step_of,
+    with_draft_reads,
+)  # fmt: skip
 from offload.planning.expert_traffic import ExpertRouting, ExpertTraffic
 from offload.planning.hardware import Hardware
 from offload.planning.profile import ExpertUses
@@ -47,6 +57,15 @@ def costs(row_s: float = 0.0, pass_s: float = 0.0) -> Costs:
     return Costs(
         compute_s=computing, draft_step_s=Curve((1,), (0.01,)), verify_s=0.0, link_bytes_per_s=LINK,
     )  # fmt: skip
+
+
+def test_a_drafts_steps_wait_for_experts_on_demand() -> None:
+    sparse = ExpertTraffic(9 * MB, 20, ExpertRouting.usual(1, 128, 8), 20)
+    reading = with_draft_reads(costs(), Traffic(0, 0, draft_experts=sparse))
+    for width in (1, 8, 64):
+        waited_s = reading.draft_step_s.at(width) - costs().draft_step_s.at(width)
+        assert waited_s == pytest.approx(sparse.bytes_at(width) / (DEMAND_RATE * LINK))
+    assert with_draft_reads(costs(), Traffic(0, 0)) == costs()
 
 
 def test_bytes_rise_with_rows_up_to_all_that_is_not_kept() -> None:
