@@ -52,6 +52,14 @@ def code_for(dtype: torch.dtype) -> CompiledCode:
     return compiled(_PathAttention(dtype).text(), {NAME: [ctypes.c_void_p] * 2})
 
 
+class _PairRows(NamedTuple):
+    """A function of two queries, and the rows that it is given: the queries, or their sums."""
+
+    function: Any
+    begin: Any
+    step: Any  # numbers of a row
+
+
 class _Tile(NamedTuple):
     """The rows of one tile, and its scratch memory in the room of its thread."""
 
@@ -384,10 +392,10 @@ class _PathAttention(Code):
         """Compute one tile, see the module."""
         keys = self._states(fields, tile, "key", fields["width"], fields["whole"])
         values = self._states(fields, tile, "value", fields["value_width"], fields["value_whole"])
-        score = partial(self._on_pair, fields, tile, self._score, tile.query, fields["whole"])
-        gather = partial(
-            self._on_pair, fields, tile, self._gather, tile.sums, fields["value_whole"]
-        )
+        scored = _PairRows(self._score, tile.query, fields["whole"])
+        gathered = _PairRows(self._gather, tile.sums, fields["value_whole"])
+        score = partial(self._on_pair, fields, tile, scored)
+        gather = partial(self._on_pair, fields, tile, gathered)
         self._each_block(fields, tile, keys, score)
         self._each(0, tile.num_queries, 1, lambda query: self._soften_query(fields, tile, query))
         self._clear_sums(fields, tile)
@@ -405,22 +413,20 @@ class _PathAttention(Code):
         self,
         fields: Mapping[str, Any],
         tile: _Tile,
-        function: Any,
-        rows: Any,
-        step: Any,
+        rows: "_PairRows",
         pair: Sequence[Any],
         position: Any,
         count: Any,
     ) -> None:
         """Score two queries for `count` keys of the block, or gather as many values for them.
 
-        The block begins at `position`; `rows` are the queries or their sums, of `step` numbers.
+        The block begins at `position`.
         """
         column = self._builder.sub(position, tile.first)
         scores = self._addresses(tile.scores, fields["score_row"], pair)
         places = [self._at(row, column) for row in scores]
-        arguments = [*places, *self._addresses(rows, step, pair), tile.block, count, step]
-        self._builder.call(function, arguments)
+        begins = self._addresses(rows.begin, rows.step, pair)
+        self._builder.call(rows.function, [*places, *begins, tile.block, count, rows.step])
 
     def _addresses(self, begin: Any, step: Any, pair: Sequence[Any]) -> list[Any]:
         """Return the addresses of two queries' numbers, `step` numbers for each query."""

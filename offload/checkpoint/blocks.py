@@ -108,7 +108,7 @@ def _is_of_z_lab(config: Settings) -> bool:
 
 
 def _block(draft: Checkpoint, stated: Settings, num_words: int, width: int) -> Block:
-    """Return what a config says of the block. Raises `UserError`."""
+    """Return the block that a config describes. Raises `UserError`."""
     where = draft.name
     size = stated.get("block_size")
     mask = stated.get("mask_token_id")
@@ -167,8 +167,8 @@ def _needed(draft: Checkpoint, stated: Settings, block: Block) -> list[str]:
     form = str(stated.get("markov_head_type") or "vanilla")
     for module, (rank, parts) in _CORRECTING.items():
         if stated.get(rank) or any(name.startswith(f"{module}.") for name in draft.tensors):
-            more = _MARKOV_FORMS.get(form, (form,)) if module == "markov_head" else ()
-            needed += [f"{module}.{part}" for part in (*parts, *more)]
+            of_form = _MARKOV_FORMS.get(form, (form,)) if module == "markov_head" else ()
+            needed += [f"{module}.{part}" for part in (*parts, *of_form)]
     if block.convolution or any(name.endswith(_CONVOLVING[0]) for name in draft.tensors):
         layers = [name.removesuffix(_FIRST) for name in draft.tensors if name.endswith(_FIRST)]
         halves = [f"{layer}{name}" for layer in layers for name in _CONVOLUTIONS]

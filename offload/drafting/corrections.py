@@ -59,7 +59,7 @@ class Corrections(nn.Module):
     def forward(
         self, output: BlockOutput, depth_F: Tensor, token_F: Tensor, state_FZ: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return what to add (F, W) to the scores behind tokens, and the states behind them."""
+        """Return numbers (F, W) for the scores behind tokens, and the states behind these."""
         raise NotImplementedError
 
 
@@ -129,7 +129,8 @@ class CausalRefiner(Corrections):
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, num_inner: int) -> None:
         super().__init__()
-        self._rank = rank = sizes.rank
+        rank = sizes.rank
+        self._rank = rank
         self.state_width = rank * sizes.num_rows
         self.token_embed = _table(sizes.num_words, rank, dtype)
         self.down_h = empty_linear(sizes.width, rank, dtype)
@@ -182,7 +183,7 @@ def corrections_of(
     if words := shapes.get("predecessor_codebook"):
         return CandidateSelector(sizes._replace(rank=words[-1]), dtype)
     if words := shapes.get("token_embed.weight"):
-        num_inner, *_ = (*shapes["mlp_gate.weight"], 0)
+        num_inner = next(iter(shapes["mlp_gate.weight"]), 0)
         return CausalRefiner(sizes._replace(rank=words[-1]), dtype, num_inner)
     return None
 

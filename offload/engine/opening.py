@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from offload.calibration.invariance import prepare_invariance, settle_invariance
 from offload.calibration.startup import pick_kernels
 from offload.calibration.threads import thread_policy
@@ -19,20 +17,17 @@ from offload.drafting.retrieval import open_sources
 from offload.engine.build import (
     ModelPair,
     layer_callback,
-    open_draft_files,
     open_pair,
     read_pair,
     send_beside_layers,
 )
 from offload.engine.decoder import Decoder
 from offload.engine.decoder_config import DecoderConfig, PromptPlace
+from offload.engine.expert_pools import open_draft_experts, open_experts
 from offload.engine.request import Request
 from offload.engine.run_trees import RunTrees
 from offload.engine.setup import Setup
 from offload.engine.team import LOADERS, Team, beside_cards
-from offload.memory.plan import MemoryPlan
-from offload.model.carried_model import CarriedModel
-from offload.streaming.experts import ExpertPool, open_pool
 from offload.streaming.layers import open_layers
 
 
@@ -75,10 +70,10 @@ def open_with(team: Team, setup: Setup, request: Request, resources: ExitStack) 
         plan,
         kernels=config.choice.kernels,
         on_layer=layer_callback(pair),
-        experts=_open_experts(pair, config, trees, resources),
+        experts=open_experts(pair, config, trees, resources),
         device=setup.device,
     )
-    _open_draft_experts(pair, plan, resources)
+    open_draft_experts(pair, plan, resources)
     pair.notes.extend([*setup.notes, *team.notes])
     drafter = proposer_of(
         pair.draft,
@@ -139,42 +134,3 @@ def _measure(pair: ModelPair, trees: RunTrees, team: Team, resources: ExitStack)
         prompts=PromptPlace.from_setup(setup, pair.notes),
         texts=pair.texts,
     )
-
-
-def _open_experts(
-    pair: ModelPair, config: DecoderConfig, trees: RunTrees, resources: ExitStack
-) -> ExpertPool | None:
-    """Open the pool of routed experts, if they come on demand, with the most used ones."""
-    if not pair.target.experts:
-        return None
-    records = [experts.records for experts in pair.target.experts]
-    largest = max(record.slab_bytes for layer_records in records for record in layer_records)
-    assert largest <= config.plan.expert_slot_bytes, "an expert is larger than planned"
-    profile, _ = pair.setup.find_profile(*trees.settings)
-    uses = None if profile is None else profile.expert_uses
-    pool = open_pool(
-        pair.source,
-        records,
-        config.plan.num_expert_slots,
-        pair.setup.device,
-        resources,
-        uses_B=None if uses is None else np.array(uses.uses_B),
-        num_host_slots=config.plan.num_host_expert_slots,
-        ahead_rows=config.trees.ahead_rows(),
-    )
-    if uses is not None:
-        pool.warm(uses.uses_B, config.plan.num_kept_experts, pair.setup.hooks.on_bytes)
-    return pool
-
-
-def _open_draft_experts(pair: ModelPair, plan: MemoryPlan, resources: ExitStack) -> None:
-    """Open a pool for a carried draft's experts, if they come on demand."""
-    if pair.draft is None or not pair.draft.experts:
-        return
-    assert isinstance(pair.draft, CarriedModel), "other drafts stay whole"
-    source = open_draft_files(pair)
-    resources.callback(source.close)
-    records = [experts.records for experts in pair.draft.experts]
-    num_slots = plan.num_draft_expert_slots
-    pool = open_pool(source, records, num_slots, pair.setup.device, resources)
-    pair.draft.draw_experts(pool)
