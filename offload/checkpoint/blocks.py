@@ -73,7 +73,7 @@ def dflash_checkpoint(target: Checkpoint, draft: Checkpoint) -> Checkpoint:
     else:
         layers = [number + 1 for number in layer_numbers(draft, layers)]
     block = _block(draft, stated, sizes["vocab_size"], width)
-    if config.get("model_type") in OF_TYPE:
+    if str(config.get("model_type")) in OF_TYPE:
         config.setdefault("layer_types", ["sliding_attention"] * config.get("num_hidden_layers", 0))
     config["model_type"] = "qwen3"
     if type(window := config.get("sliding_window")) is int and not _is_of_z_lab(draft.config):

@@ -97,11 +97,16 @@ class BlockModel(HeadModel):
 
     def output(self, logits_DV: Tensor) -> BlockOutput:
         """Return scores behind a block's pass with its rows."""
-        scores_DV = logits_DV * self.block.scores_scale
+        scores_DV = logits_DV
+        if self.block.scores_scale != 1:
+            scores_DV = scores_DV * self.block.scores_scale
         if softcap := self.block.softcap:
-            scores_DV = (scores_DV / softcap).tanh() * softcap
+            # words that a head lacks stay ruled out
+            is_out_DV = scores_DV == -torch.inf
+            scores_DV = ((scores_DV / softcap).tanh() * softcap).masked_fill(is_out_DV, -torch.inf)
         return BlockOutput(scores_DV, self._output_TD[-self.block.size :])
 
+    @torch.inference_mode()
     def before(self, output: BlockOutput, tokens: Sequence[int]) -> Tensor:
         """Return the state (1, Z) of corrections before the last of these tokens."""
         if self.corrections is None:
@@ -123,12 +128,12 @@ class BlockModel(HeadModel):
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Any:
         """See `TreeModel`; rows of a causal layer see none behind themselves."""
         masks = super()._masks_of(position_U, ancestor_TU, cache)
-        num_before = ancestor_TU.shape[1] - ancestor_TU.shape[0]
-        causal_masks = super()._masks_of(position_U, ancestor_TU.tril(num_before), cache)
-        return {
-            window: causal_masks[window] if self.block.is_causal[window is not None] else seen
-            for window, seen in masks.items()
-        }
+        kinds = [window for window in masks if self.block.is_causal[window is not None]]
+        if kinds:
+            num_before = ancestor_TU.shape[1] - ancestor_TU.shape[0]
+            causal = super()._masks_of(position_U, ancestor_TU.tril(num_before), cache)
+            masks |= {window: causal[window] for window in kinds}
+        return masks
 
     def _enter(self, embedded_1TD: Tensor, fed_1TD: Tensor) -> Tensor:
         self._mixer.context = (self._is_context_T[None, :, None], fed_1TD)
