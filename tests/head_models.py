@@ -278,7 +278,7 @@ def corrections(form: str) -> dict[str, Tensor]:
 
 
 def refined(rows_BD: Tensor, before: Sequence[int]) -> Tensor:
-    """Return what xPress adds (B, V) to scores of rows, of which the first have these tokens before them."""
+    """Return xPress's additions (B, V) to scores of rows, of which the first have these tokens before them."""
     tensors = {name.removeprefix("refiner_head."): tensor for name, tensor in corrections("xpress").items()}
     token_B = torch.tensor([*before, *[0] * len(rows_BD)])[: len(rows_BD)]
     inputs = rows_BD @ tensors["down_h.weight"].T, (rows_BD.mean(0) @ tensors["down_g.weight"].T).expand(BLOCK, -1)
