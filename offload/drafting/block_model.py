@@ -129,11 +129,11 @@ class BlockModel(HeadModel):
         """See `TreeModel`; rows of a causal layer see none behind themselves."""
         masks = super()._masks_of(position_U, ancestor_TU, cache)
         kinds = [window for window in masks if self.block.is_causal[window is not None]]
-        if kinds:
-            num_before = ancestor_TU.shape[1] - ancestor_TU.shape[0]
-            causal = super()._masks_of(position_U, ancestor_TU.tril(num_before), cache)
-            masks |= {window: causal[window] for window in kinds}
-        return masks
+        if not kinds:
+            return masks
+        num_before = ancestor_TU.shape[1] - ancestor_TU.shape[0]
+        causal = super()._masks_of(position_U, ancestor_TU.tril(num_before), cache)
+        return {**masks, **{window: causal[window] for window in kinds}}
 
     def _enter(self, embedded_1TD: Tensor, fed_1TD: Tensor) -> Tensor:
         self._mixer.context = (self._is_context_T[None, :, None], fed_1TD)
