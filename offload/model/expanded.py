@@ -203,7 +203,11 @@ class ExpandedWeights:
         places: Mapping[str, ParameterPlace],
         block: nn.Module,
     ) -> None:
-        """Let each module of a layer expand its coded weights just before it runs."""
+        """Make each module of a layer expand its coded weights just before it runs, by hooks.
+
+        A plain `Linear` gets a `CodedMatrix` instead, which may multiply without expanding. Weights
+        of modules that run around others have a scratch of their own, behind that of inner ones.
+        """
         owned = defaultdict[nn.Module, list[tuple[str, ParameterPlace]]](list)
         for name in layout.coded:
             place = places[name]

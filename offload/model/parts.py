@@ -138,7 +138,11 @@ class _PassLayer(DynamicLayer):
         return index[0, 0]
 
     def _written(self, states: LayerStates) -> list[Tensor]:
-        """Write the rows (1, G, T, K) by name, and return all rows of these names."""
+        """Write a pass's keys and values (1, G, T, K) by name; return all that attention reads.
+
+        That is the whole buffer where slots are given or several texts share it, else the rows of
+        the only text.
+        """
         first = self._parts[0]
         if self._slot_T is not None:
             first.cache.write_slots(self._layer, self._slot_T, states)

@@ -84,10 +84,11 @@ class RowTree:
         return [levels[depth] for depth in sorted(levels)]
 
     def slots(self, rows: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return the rows branch by branch, each with the slot of the state before it and its own.
+        """Return (row, source, target) for each row, branch by branch: slots of two states.
 
-        Before the first ones it is `BASE`. A slot is free when the last child has begun, so that
-        child may write over it.
+        `source` has the state before the row, `BASE` for rows without a parent; `target` gets the
+        state after it. A slot is free once the last child of its row begins, so that this child may
+        write over it.
         """
         waiting = Counter(self.parents[row] for row in rows)
         slots = {BASE: BASE}

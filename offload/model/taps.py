@@ -105,10 +105,10 @@ class TapLog:
 
 @contextmanager
 def tapped(taps: Taps | None, meta_model: PreTrainedModel) -> Iterator[Callable[[int], Tensor]]:
-    """Yield what returns (T, W), the states that the pass of T rows within the body has shown.
+    """Tap hidden states during the body; yield a function of T that returns them as (T, W).
 
-    Families with layers that share keys run these on the rows to be scored alone: of others there
-    are zeros, which costs guesses and nothing else.
+    Call it after the pass over T rows. Families whose last layers share keys run these on scored
+    rows alone. The other rows are zeros there, which costs guesses, never exactness.
     """
     decoder = meta_model.get_decoder()
     shown = dict[int, Tensor]()

@@ -264,7 +264,10 @@ def _trees(parts: Sequence[BatchPart]) -> Iterator[BatchPart]:
 
 
 def _log(parts: Sequence[BatchPart], hidden_TW: Tensor) -> None:
-    """Offer each text's rows of a pass to its log, which keeps those that are committed."""
+    """Offer the hidden states (T, W) of each text's rows to the taps of its cache.
+
+    These keep the states of rows that will be committed.
+    """
     lo = 0
     for part in parts:
         num_rows, num_uncommitted = part.ancestor_TU.shape
