@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf_files import CURRENT, MODELS, Written, write_gguf
 from matrix import matrix
+from passes import text_scores
 from plans import model_shape, plan_memory
 from shell import shell
 from test_tiny import prompts
@@ -27,8 +28,7 @@ TOKEN_T = torch.tensor(prompts()[1])
 
 def own_logits(checkpoint: Checkpoint) -> Tensor:
     model = resident_model(checkpoint, "float32")
-    sees_TT = torch.ones(len(TOKEN_T), len(TOKEN_T), dtype=torch.bool).tril()
-    logits_TV = model.forward(TOKEN_T, torch.arange(len(TOKEN_T)), sees_TT, model.new_cache(64))
+    logits_TV = text_scores(model, TOKEN_T)
     model.close()
     return logits_TV
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from passes import text_scores
 from plans import model_shape, plan_memory
 from rounding import Promise, assert_same_bits
 from shell import run_python
@@ -39,10 +40,9 @@ def half(folder: Path, config: str, seed: int = 0, dtype: torch.dtype = torch.bf
 
 
 def logits(folder: Path, dtype: str, expansion=REFERENCE) -> torch.Tensor:
-    model, token_T = resident_model(open_checkpoint(folder), dtype), torch.tensor(prompts()[1])
+    model = resident_model(open_checkpoint(folder), dtype)
     model.set_expansion(expansion)
-    sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
-    return model.forward(token_T, torch.arange(len(token_T)), sees_TT, model.new_cache(64))
+    return text_scores(model, torch.tensor(prompts()[1]))
 
 
 @pytest.mark.parametrize("expansion", FORMS, ids=["torch", "numba"])

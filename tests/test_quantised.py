@@ -10,8 +10,10 @@ import pytest
 import quantised
 import torch
 from matrix import matrix
+from passes import text_scores
 from plans import plan_memory
 from quantised import RECIPES, Quantised, Recipe, Stored, compressed, save_quantised
+from refusals import join, split
 from safetensors.torch import load_file, save_file
 from test_families import config_of, tiny_model
 from test_tiny import prompts, reference
@@ -135,14 +137,12 @@ def test_a_type_that_nobody_knows_is_refused_wherever_it_stands(format: str, tmp
     """It may stand among words, scales and whatever else makes up a weight."""
     plain = save(build(FAMILIES["llama"]()), tmp_path / "plain")
     folder = save_quantised(plain, format, tmp_path / "quantised", max_shard_size="1GB").directory
-    stored = (folder / "model.safetensors").read_bytes()
-    end = 8 + int.from_bytes(stored[:8], "little")
-    header = json.loads(stored[8:end])
+    header, data = split((folder / "model.safetensors").read_bytes())
     names = [name for name in header if ".0.self_attn.k_proj." in name]
     assert len(names) > 1, "words and what belongs to them"
     for name in names:
         text = json.dumps({**header, name: {**header[name], "dtype": "F302"}}).encode()
-        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])
+        (folder / "model.safetensors").write_bytes(join(text, data))
         with pytest.raises(UserError):
             resident_model(open_checkpoint(folder), "float32")
 
@@ -155,8 +155,7 @@ def require_equal_logits(target: Path, format: str, tmp_path: Path) -> None:
     model = save_quantised(target, format, tmp_path / "quantised")
     resident = resident_model(open_checkpoint(model.directory), "float32")
     token_T = torch.tensor(prompts()[1])
-    sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
-    got_TV = resident.forward(token_T, torch.arange(len(token_T)), sees_TT, resident.new_cache(64))
+    got_TV = text_scores(resident, token_T)
     wanted_TV = logits(expanded(model, target, tmp_path / "expanded"), token_T)
     torch.testing.assert_close(got_TV, wanted_TV, rtol=1e-4, atol=1e-4)
     assert (logits(target, token_T) - wanted_TV).abs().max() > 0.01, "quantising must change them, or nothing is shown"

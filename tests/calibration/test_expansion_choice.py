@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from passes import text_scores
 from rounding import Promise, assert_same_bits
 from stored import plain, quantised
 from torch import Tensor
@@ -99,14 +100,9 @@ def test_on_a_gpu_kernels_of_triton_are_tried(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("recipe", KINDS)
 def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> None:
     model = resident_model(open_checkpoint(Opened(tmp_path, recipe, "qwen2").directory), "float32")
-    token_T, sees_TT = torch.arange(7), torch.ones(7, 7, dtype=torch.bool).tril()
-
-    def logits() -> Tensor:
-        return model.forward(token_T, torch.arange(7), sees_TT, model.new_cache(16))
-
-    wanted_TV = logits()
+    wanted_TV = text_scores(model, torch.arange(7))
     model.set_expansion(COMPILED)
-    assert_same_bits(logits(), wanted_TV, Promise.SAME_PRODUCTS)
+    assert_same_bits(text_scores(model, torch.arange(7)), wanted_TV, Promise.SAME_PRODUCTS)
 
     def lose(*args: Any, **_: Any) -> None:
         [*_, out] = (arg for arg in args if isinstance(arg, Tensor))
@@ -114,7 +110,7 @@ def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> N
 
     lost = COMPILED._replace(**{KINDS[recipe]: lose})
     model.set_expansion(lost)
-    assert not torch.equal(logits(), wanted_TV), "it is these functions that a pass calls"
+    assert not torch.equal(text_scores(model, torch.arange(7)), wanted_TV), "it is these functions that a pass calls"
 
 
 def test_a_weight_is_tried_that_is_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

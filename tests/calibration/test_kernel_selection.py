@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from marks import DEVICE, ON_DEVICE, needs_triton
+from passes import text_scores
 from plans import plan_memory
 from test_device_path import BUDGETS, TIERS, device, pair_of, place_layers  # noqa: F401
 from test_families import config_of, tiny_model
@@ -172,8 +173,7 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
         return path_attention(query, key, value, *others)
 
     model.set_attention_kernel(note)
-    sees_TT = torch.ones(6, 6, dtype=torch.bool).tril()
-    model.forward(torch.arange(6), torch.arange(6), sees_TT, model.new_cache(8))
+    text_scores(model, torch.arange(6))
     assert seen == {target_heads[:4]}, "what it is called with"
     assert (target_heads.cap is not None, target_heads.has_sinks) == (family == "gemma2", family == "gpt_oss")
     assert set(target_heads.windows) == model.windows and target_heads.dtype == torch.float32

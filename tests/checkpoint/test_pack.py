@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from flipping import flip
-from refusals import contents, join
+from refusals import contents, join, split
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
@@ -501,11 +501,9 @@ def set_notes(path: Path, **changed: str) -> None:
 
 def rewrite_header(path: Path, rewrite: Callable[[dict[str, Any]], None]) -> None:
     """Change what a file says of itself; its tensors stay where they are."""
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
+    header, data = split(path.read_bytes())
     rewrite(header)
-    path.write_bytes(join(json.dumps(header).encode(), raw[8 + size :]))
+    path.write_bytes(join(json.dumps(header).encode(), data))
 
 
 @pytest.mark.parametrize(("suffix", "dtype", "shape"), [

@@ -38,7 +38,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 @pytest.fixture(scope="module")
 def with_spaces() -> PreTrainedTokenizerFast:
     """As SentencePiece has it: a word brings its space along, and the first one loses it when decoded."""
-    words = ["<s>", "\u2581Once", "\u2581upon", "\u2581a", "\u2581time", ",", "\u2581", "s"]
+    return by_words(["<s>", "\u2581Once", "\u2581upon", "\u2581a", "\u2581time", ",", "\u2581", "s"])
+
+
+def by_words(words: Sequence[str]) -> PreTrainedTokenizerFast:
     raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<s>"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
@@ -125,10 +128,7 @@ def test_spaces_between_prompt_and_text_are_kept_and_not_taken_back(
 
 def metaspace() -> PreTrainedTokenizerFast:
     """As T5's: the first token of a text loses its space."""
-    words = ["<s>", *(f"\u2581{letter}" for letter in "abcde"), *"fghij", "\u2581"]
-    raw = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<s>"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
+    return by_words(["<s>", *(f"\u2581{letter}" for letter in "abcde"), *"fghij", "\u2581"])
 
 
 def joining() -> PreTrainedTokenizerFast:
