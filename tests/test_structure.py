@@ -25,14 +25,6 @@ ASK_TRANSFORMERS = {PurePosixPath(f"offload/{name}.py") for name in (
     "checkpoint/small_files", "engine/load", "engine/text_stream", "engine/tokenizer", "guarded_worker", "model/meta",
     "sampling/model_rules", "sampling/sampler")}  # fmt: skip
 EMPTY_NAMES = {"one", "own", "told", "what", "found", "how", "more"}
-# tests that have such names still
-WITH_EMPTY_NAMES = {
-    "test_heads.py",
-    "test_mtp.py",
-    "test_expert_traffic.py",
-    "test_roles.py",
-    "test_invariance_check.py",
-}
 PERSONS = re.compile(r"\b(?:whoever|whomever|nobody|somebody)\b", re.IGNORECASE)
 
 # A docstring names what is returned: a number, a path, `True if ...`.
@@ -241,7 +233,7 @@ def test_names_in_tests_say_what_their_things_are() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         place = PurePosixPath(path.relative_to(ROOT).as_posix())
         source = path.read_text(encoding="utf-8")
-        if place.name not in WITH_EMPTY_NAMES and may_bind.search(source):
+        if may_bind.search(source):
             breaches += [line for line in plain_names(place, source) if "says nothing of its thing" in line]
     assert not breaches, "\n" + "\n".join(breaches)
 

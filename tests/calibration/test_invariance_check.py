@@ -47,7 +47,7 @@ def target(pair: Pair) -> Path:
     return pair[0]
 
 
-def found(
+def invariance_of(
     target: Path, thread_counts: tuple[int, ...] = (1,), *, dtype: str = "float32", context: int = 100
 ) -> Invariance:
     checkpoint = open_checkpoint(target)
@@ -79,7 +79,7 @@ def test_products_that_no_padding_mends_are_refused(
     product: Product, counts: tuple[int, ...], said: str, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, product)
-    invariance = found(target, counts)
+    invariance = invariance_of(target, counts)
     assert not invariance.holds and said in invariance.reason
 
 
@@ -93,17 +93,17 @@ def test_one_unpadded_product_is_seen(target: Path, monkeypatch: pytest.MonkeyPa
         return real(self, left, weight, bias)
 
     monkeypatch.setattr(BatchInvariantProducts, "linear", planted)
-    invariance = found(target)
+    invariance = invariance_of(target)
     assert not invariance.holds and "than in parts" in invariance.reason
 
 
 def test_scores_of_longer_texts_are_tried_at_load(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def planted(multiply: Any, factor: Tensor, *args: Any, **more: Any) -> tuple[int, ...]:
-        return () if factor.ndim > 2 and factor.shape[-1] == 512 else find_sizes(multiply, factor, *args, **more)
+    def planted(multiply: Any, factor: Tensor, *args: Any, **options: Any) -> tuple[int, ...]:
+        return () if factor.ndim > 2 and factor.shape[-1] == 512 else find_sizes(multiply, factor, *args, **options)
 
     monkeypatch.setattr("offload.model.path_attention.can_attend", lambda *_: False)  # it needs none
     monkeypatch.setattr("offload.model.invariant.find_sizes", planted)
-    invariance = found(target)
+    invariance = invariance_of(target)
     assert not invariance.holds and "each number of rows" in invariance.reason
 
 
@@ -126,7 +126,7 @@ def test_threads_that_are_named_may_hold_alone(target: Path, monkeypatch: pytest
     plant(monkeypatch, threads_differ)
     monkeypatch.setattr("offload.calibration.invariance.num_cores", lambda: 2)
     with offload.load(target, context=64, threads=1, invariant=True) as decoder:
-        if not found(target).holds:
+        if not invariance_of(target).holds:
             pytest.skip(f"this processor: {decoder.invariance.reason}")
         assert decoder.invariance.thread_counts == (1,) and not decoder.notes
 
@@ -142,9 +142,9 @@ def test_rotary_embeddings_that_depend_on_the_length_are_refused(stated: object,
     settings = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**settings, "rope_parameters": rope}))
     if stated is None:
-        usual = found(target, context=64)
+        usual = invariance_of(target, context=64)
         assert usual.holds or "length" not in usual.reason
-    refused = found(target, context=65)
+    refused = invariance_of(target, context=65)
     assert not refused.holds and "length" in refused.reason
 
 

@@ -59,12 +59,12 @@ def target_of(kind: str) -> Path:
     return next((gemma(num)[0] for name, num in of_gemma.items() if kind.startswith(name)), target()[0])
 
 
-def opened(kind: str, **more: Any) -> Decoder:
-    return load(target_of(kind), HEADS[kind][0](), dtype="float32", **more)
+def opened(kind: str, **options: Any) -> Decoder:
+    return load(target_of(kind), HEADS[kind][0](), dtype="float32", **options)
 
 
-def alone(kind: str, **more: Any) -> Decoder:
-    return load(target_of(kind), tree="none", lookup=False, dtype="float32", **more)
+def alone(kind: str, **options: Any) -> Decoder:
+    return load(target_of(kind), tree="none", lookup=False, dtype="float32", **options)
 
 
 def gap(decoder: Decoder, kind: str, num_steps: int = 3) -> float:
@@ -112,7 +112,7 @@ def off_by_one(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
 
 def in_another_order(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
     right = TapLog.offer
-    patch.setattr(TapLog, "offer", lambda log, hidden, **how: right(log, hidden.roll(WIDTH, -1), **how))
+    patch.setattr(TapLog, "offer", lambda log, hidden, **options: right(log, hidden.roll(WIDTH, -1), **options))
 
 
 def swapped(decoder: Decoder, patch: pytest.MonkeyPatch) -> None:
@@ -222,26 +222,26 @@ def test_a_block_ranks_paths_by_products_under_the_noise_of_their_positions(form
         assert {tuple(tree.path(node)) for node in range(tree.num_nodes)} == {*likeliest}
 
 
-def texts_of(decoder: Decoder, how: dict[str, Any]) -> list[list[int]]:
+def texts_of(decoder: Decoder, options: dict[str, Any]) -> list[list[int]]:
     """Return the tokens of a text, of one that goes on from it, and of one that begins like it."""
-    first = decoder.generate(PROMPT, max_new_tokens=12, **how).token_ids
-    further = decoder.generate([*PROMPT, *first, 8, 9], max_new_tokens=12, **how).token_ids
-    edited = decoder.generate([*PROMPT[:6], 4, 4, 9], max_new_tokens=12, **how).token_ids
+    first = decoder.generate(PROMPT, max_new_tokens=12, **options).token_ids
+    further = decoder.generate([*PROMPT, *first, 8, 9], max_new_tokens=12, **options).token_ids
+    edited = decoder.generate([*PROMPT[:6], 4, 4, 9], max_new_tokens=12, **options).token_ids
     return [first, further, edited]
 
 
-@pytest.mark.parametrize("how", [{}, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("options", [{}, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_is_that_of_no_draft_streamed_and_resident(kind: str, how: dict[str, Any]) -> None:
+def test_text_is_that_of_no_draft_streamed_and_resident(kind: str, options: dict[str, Any]) -> None:
     with alone(kind) as decoder:
-        wanted = texts_of(decoder, how)
+        wanted = texts_of(decoder, options)
     for tree in ("none", "chain:4", "64x8", "dynamic:64x8", "dynamic:256x8"):
         with opened(kind, tree=tree, lookup=tree == "dynamic:64x8") as decoder:
-            assert texts_of(decoder, how) == wanted, tree
+            assert texts_of(decoder, options) == wanted, tree
             plan = decoder.plan
     with opened(kind, tree=tree, ram=plan.fixed_bytes + 2 * max(plan.layer_bytes)) as decoder:
         assert decoder.plan.is_streamed
-        assert texts_of(decoder, how) == wanted
+        assert texts_of(decoder, options) == wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,17 +264,17 @@ def test_four_texts_and_a_session_are_those_of_no_draft(kind: str, tmp_path: Pat
     with opened(kind, tree="dynamic:16x3") as decoder:
         first = decoder.generate(PROMPT, max_new_tokens=10).token_ids
         decoder.save_session(path)
-        more = [*PROMPT, *first, 3]
-        wanted_more = decoder.generate(more, max_new_tokens=10).token_ids
+        longer = [*PROMPT, *first, 3]
+        wanted_more = decoder.generate(longer, max_new_tokens=10).token_ids
     with opened(kind, tree="dynamic:16x3") as decoder:
         decoder.load_session(path)
-        assert decoder.generate(more, max_new_tokens=10).token_ids == wanted_more
+        assert decoder.generate(longer, max_new_tokens=10).token_ids == wanted_more
 
 
 def changed(kind: str, config: dict[str, Any], without: str = "", cut: str = "") -> Path:
     """Return a copy of a head with another config, without a tensor, or with the last column of one cut off."""
     folder = HEADS[kind][0]()
-    tensors = {name: one for name, one in load_file(folder / "model.safetensors").items() if name != without}
+    tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name != without}
     if cut:
         tensors[cut] = tensors[cut][..., :-1]
     return written(tensors, {**json.loads((folder / "config.json").read_text()), **config})
@@ -353,14 +353,14 @@ def test_what_cannot_draft_is_named_in_one_line(kind: str, change: dict[str, Any
 
 def test_a_name_that_says_another_kind_and_options_that_do_not_go_with_heads_are_refused() -> None:
     folder = HEADS["dflash z-lab"][0]()
-    for draft, more, said in (
+    for draft, changes, said in (
         (f"eagle3:{folder}", {}, "name it dflash"),
         (f"dflash:{folder}+mtp", {}, "joins one draft"),
         (f"dflash:{folder}", {"draft_dtype": "int8"}, "does not go with a head"),
         (folder, {"draft_dtype": "int8"}, "does not go with a head"),
     ):
         with pytest.raises(UserError, match=said):
-            load(target()[0], draft, **more)
+            load(target()[0], draft, **changes)
 
 
 def test_words_that_lead_nowhere_are_refused() -> None:

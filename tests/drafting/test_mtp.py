@@ -37,11 +37,11 @@ FAMILIES = [*CONFIGS]
 HOT = {"temperature": 0.7, "seed": 5}
 
 
-def opened(family: str, draft: str | None = "mtp", **more: Any) -> Decoder:
-    return load(carrying(family)[0], draft, dtype="float32", **more)
+def opened(family: str, draft: str | None = "mtp", **options: Any) -> Decoder:
+    return load(carrying(family)[0], draft, dtype="float32", **options)
 
 
-def gap(family: str, decoder: Decoder, text: TokenSequence | None = None, **how: bool) -> float:
+def gap(family: str, decoder: Decoder, text: TokenSequence | None = None, **options: bool) -> float:
     """The largest distance of the scores of trees from those of chains by the library, over some steps of one text."""
     if text is None:
         text = decoder.begin(PROMPT, Sampling(), shape=DynamicShape(12, 3))
@@ -54,7 +54,7 @@ def gap(family: str, decoder: Decoder, text: TokenSequence | None = None, **how:
         (tree,) = decoder.drafter.propose([DraftText(shape, text.tokens, text.sampler, text.caches.draft)])
         assert tree.num_nodes > 4
         for node, score_V in tree.score_of_node.items():
-            wanted_V = path_scores(family, text.tokens, tree.path(node), **how)
+            wanted_V = path_scores(family, text.tokens, tree.path(node), **options)
             worst = max(worst, float((score_V - wanted_V).abs().max() / wanted_V.abs().max()))
         text.caches.draft.commit([])
     return worst
@@ -141,9 +141,9 @@ def test_a_long_prompt_is_taken_in_by_passes_as_small_as_planned(family: str, mo
         draft: Any = decoder.drafter.model
         right = draft.forward_parts
 
-        def counted(parts: Any, **how: Any) -> Any:
+        def counted(parts: Any, **options: Any) -> Any:
             num_rows.append(sum(len(part.token_T) for part in parts))
-            return right(parts, **how)
+            return right(parts, **options)
 
         monkeypatch.setattr(draft, "forward_parts", counted)
         text = decoder.begin(PROMPT * 20, Sampling(), shape=DynamicShape(12, 3))
@@ -152,22 +152,22 @@ def test_a_long_prompt_is_taken_in_by_passes_as_small_as_planned(family: str, mo
     assert max(num_rows) == STATE_ROWS and sum(num_rows) >= len(PROMPT) * 20
 
 
-def texts_of(decoder: Decoder, how: dict[str, Any]) -> list[list[int]]:
+def texts_of(decoder: Decoder, options: dict[str, Any]) -> list[list[int]]:
     """Return the tokens of a text, of one that goes on from it, of one that begins like it, and of four at once."""
-    first = decoder.generate(PROMPT, max_new_tokens=12, **how).token_ids
-    further = decoder.generate([*PROMPT, *first, 8, 9], max_new_tokens=12, **how).token_ids
-    edited = decoder.generate([*PROMPT[:6], 4, 4, 9], max_new_tokens=12, **how).token_ids
+    first = decoder.generate(PROMPT, max_new_tokens=12, **options).token_ids
+    further = decoder.generate([*PROMPT, *first, 8, 9], max_new_tokens=12, **options).token_ids
+    edited = decoder.generate([*PROMPT[:6], 4, 4, 9], max_new_tokens=12, **options).token_ids
     return [first, further, edited]
 
 
 @pytest.mark.parametrize("tree", ["dynamic:64x8", "64x8", "chain:4", "none"])
-@pytest.mark.parametrize("how", [{}, HOT], ids=["greedy", "hot"])
+@pytest.mark.parametrize("options", [{}, HOT], ids=["greedy", "hot"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "glm4_moe of 3", "mimo_v2_flash"])
-def test_text_is_that_of_no_draft(family: str, how: dict[str, Any], tree: str) -> None:
+def test_text_is_that_of_no_draft(family: str, options: dict[str, Any], tree: str) -> None:
     with opened(family, None, tree="none", lookup=False) as decoder:
-        wanted = texts_of(decoder, how)
+        wanted = texts_of(decoder, options)
     with opened(family, tree=tree, lookup=tree == "64x8") as decoder:
-        assert texts_of(decoder, how) == wanted
+        assert texts_of(decoder, options) == wanted
 
 
 @pytest.mark.parametrize("family", ["mellum", "glm4_moe of 3"])
@@ -190,11 +190,11 @@ def test_four_texts_and_a_session_are_those_of_no_draft(draft: str, family: str,
     with opened(family, draft, tree="dynamic:16x3") as decoder:
         first = decoder.generate(PROMPT, max_new_tokens=10).token_ids
         decoder.save_session(path)
-        more = [*PROMPT, *first, 3]
-        wanted_more = decoder.generate(more, max_new_tokens=10).token_ids
+        longer = [*PROMPT, *first, 3]
+        wanted_more = decoder.generate(longer, max_new_tokens=10).token_ids
     with opened(family, draft, tree="dynamic:16x3") as decoder:
         decoder.load_session(path)
-        assert decoder.generate(more, max_new_tokens=10).token_ids == wanted_more
+        assert decoder.generate(longer, max_new_tokens=10).token_ids == wanted_more
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_what_cannot_draft_is_named_in_one_line(change: str, said: str, tmp_path
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1, **config}))
-    with pytest.raises(UserError, match=said) as told:
+    with pytest.raises(UserError, match=said) as error:
         load(tmp_path, "mtp+self:int4" if change == "two drafts" else "mtp")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("draft_dtype", [None, "int8"])
@@ -284,12 +284,12 @@ def test_a_tune_scores_with_the_states_of_the_target(family: str) -> None:
     """Ranks are those of the library's scores."""
     with opened(family, tree="dynamic:12x3") as decoder:
         written = decoder.generate(PROMPT, max_new_tokens=16).token_ids
-        found = ranks_of(decoder, PROMPT, written, Sampling())
+        rank_rows = ranks_of(decoder, PROMPT, written, Sampling())
         text = [*PROMPT, *written]
         scores = [path_scores(family, text[:at], []) for at in range(len(PROMPT), len(text))]
         places = [int((row_V > row_V[token]).sum()) for row_V, token in zip(scores, written, strict=True)]
         wanted = [place if place < NUM_RANKS else -1 for place in places]
-        assert found == wanted
+        assert rank_rows == wanted
 
 
 BLOCK = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -342,6 +342,6 @@ def test_layers_are_found_by_the_names_of_published_files(family: str) -> None:
     wanted = {f"model.layers.{depth}.{part}" for depth in range(num_depths) for part in block}
     wanted |= {f"model.mixer.{part}" for part in FIRST} | ({"model.norm"} if family != "ernie" else set())
     wanted |= {f"model.mixer.deeper.{depth}.{part}" for depth in range(num_depths - 1) for part in (*FIRST, "norm")}
-    own = {name.removesuffix(".weight") for name in draft.tensors if not draft.shares(name)}
-    assert own == wanted and of_text(draft.config)["num_hidden_layers"] == num_depths
+    unshared = {name.removesuffix(".weight") for name in draft.tensors if not draft.shares(name)}
+    assert unshared == wanted and of_text(draft.config)["num_hidden_layers"] == num_depths
     assert draft.carried is not None and draft.carried.num_depths == num_depths

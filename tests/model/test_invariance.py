@@ -12,7 +12,7 @@ import torch
 from matrix import matrix
 from rounding import Promise, assert_same_bits
 from test_families import WORKING
-from test_invariance_check import found
+from test_invariance_check import invariance_of
 from test_path_rows import checkpoint_of
 from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
@@ -35,7 +35,7 @@ CUTS = ((NUM_TOKENS,), (13, 51, 20))
 def invariant_model(family: str, dtype: str, base: Path) -> TreeModel:
     """Resident, with what the check at load finds for its first layer."""
     folder = checkpoint_of(family, base)
-    invariance = found(folder, dtype=dtype, context=NUM_TOKENS)
+    invariance = invariance_of(folder, dtype=dtype, context=NUM_TOKENS)
     if not invariance.holds:
         pytest.skip(f"this processor: {invariance.reason}")
     model = resident_model(open_checkpoint(folder), dtype)

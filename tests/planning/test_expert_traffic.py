@@ -169,7 +169,7 @@ def test_a_second_pool_spares_the_disk() -> None:
         return Traffic.from_plan(plan, machine)
 
     few, many, all_of = of(10), of(600), of(1080)
-    sizes = [one.bytes_at(4) for one in (few, many, all_of)]
+    sizes = [experts.bytes_at(4) for experts in (few, many, all_of)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 2 * sizes[2]
     assert few.is_disk_slower and not all_of.is_disk_slower
     assert all_of.bytes_at(4) == pytest.approx(all_of.experts.link_bytes_at(4))  # type: ignore[union-attr]
@@ -180,14 +180,14 @@ def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
     routing = ExpertUses(((1000,) * 8 + (0,) * 120,) * 48, 1000).routing
     assert routing.distinct(32) == pytest.approx(48 * 8, rel=0.2)
     moved = traffic(kept=0.1)
-    told = moved.routed_by(routing)
-    assert told.bytes_at(8) < 0.1 * moved.bytes_at(8) and moved.routed_by(None) is moved
+    routed = moved.routed_by(routing)
+    assert routed.bytes_at(8) < 0.1 * moved.bytes_at(8) and moved.routed_by(None) is moved
     assert Traffic(5, 5).routed_by(routing) == Traffic(5, 5)
 
 
-def room(ram_bytes: int, **how: Any) -> MemoryBudget:
+def room(ram_bytes: int, **options: Any) -> MemoryBudget:
     return MemoryBudget(
-        **{"ram_bytes": ram_bytes, "gpu_bytes": None, "dtype": "auto", "context": 512, "rule": "match", **how}
+        **{"ram_bytes": ram_bytes, "gpu_bytes": None, "dtype": "auto", "context": 512, "rule": "match", **options}
     )
 
 
@@ -206,10 +206,10 @@ def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
     files = ModelFiles(target, mixture(num_hidden_layers=1))
     budget = room(int(0.3 * sum(model_shape(target).layer_bytes)) + 2_000_000_000)
     assert with_experts(budget, files, num_nodes=2).experts == "demand"
-    ways = {how: traffic_in(replace(budget, experts=how), files, 512) for how in ("demand", "layers")}
+    ways = {way: traffic_in(replace(budget, experts=way), files, 512) for way in ("demand", "layers")}
     known = link_alone(1.0)
-    seconds = {how: step_of(known, one, 512, ()).sweep_s for how, one in ways.items() if one is not None}
-    assert with_experts(budget, files, num_nodes=512).experts == min(seconds, key=lambda how: seconds[how])
+    seconds = {way: step_of(known, traffic, 512, ()).sweep_s for way, traffic in ways.items() if traffic is not None}
+    assert with_experts(budget, files, num_nodes=512).experts == min(seconds, key=lambda way: seconds[way])
 
 
 NUM_LAYERS, NUM_EXPERTS, NUM_CHOSEN = 48, 128, 6

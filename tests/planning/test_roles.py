@@ -125,20 +125,20 @@ def test_what_ranks_cannot_do_is_refused(options: dict[str, Any], words: str) ->
 
 @pytest.mark.usefixtures("_two_ranks")
 def test_stages_guess_where_there_is_a_draft_and_a_tree_is_not_ruled_out() -> None:
-    def found(has_draft: bool, **options: Any) -> tuple[str, int | None]:
+    def roles(has_draft: bool, **options: Any) -> tuple[str, int | None]:
         roles, pipeline = LoadOptions(draft="small" if has_draft else None, **options).pipeline_roles()
         return pipeline.mode, roles.draft
 
-    assert found(True, ranks="stages:0-1") == ("async", 0) and found(True, ranks="stages:0,draft:1") == ("async", 1)
-    assert found(True, ranks="stages:0-1", tree="none") == found(False, ranks="stages:0-1") == ("plain", None)
-    assert found(True, ranks="stages:0-1", tree="none", pipeline="plain") == ("plain", None)
+    assert roles(True, ranks="stages:0-1") == ("async", 0) and roles(True, ranks="stages:0,draft:1") == ("async", 1)
+    assert roles(True, ranks="stages:0-1", tree="none") == roles(False, ranks="stages:0-1") == ("plain", None)
+    assert roles(True, ranks="stages:0-1", tree="none", pipeline="plain") == ("plain", None)
     with pytest.raises(UserError, match="rank 1 of `ranks` drafts, got no draft: give `draft`"):
-        found(False, ranks="stages:0,draft:1")
+        roles(False, ranks="stages:0,draft:1")
     for mode in ("async", "sync"):
         with pytest.raises(UserError, match=f"`pipeline` {mode} guesses, got `tree` none"):
-            found(True, ranks="stages:0-1", tree="none", pipeline=mode)
+            roles(True, ranks="stages:0-1", tree="none", pipeline=mode)
     with pytest.raises(UserError, match="`pipeline` sync guesses with a draft"):
-        found(False, ranks="stages:0-1", pipeline="sync")
+        roles(False, ranks="stages:0-1", pipeline="sync")
 
 
 @pytest.mark.usefixtures("_two_ranks")
