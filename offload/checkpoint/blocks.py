@@ -131,8 +131,8 @@ def _block(draft: Checkpoint, stated: Settings, num_words: int, width: int) -> B
     num_candidates = _count(where, stated, "selector_top_k", num_words)
     num_taps = _count(where, stated, "conv_kernel_size", size)
     group = _count(where, stated, "conv_group_size", width)
-    rule = f"{where}: conv_group_size divides a width of {width}"
-    require(not group or width % group == 0, rule, group, OTHER_HEAD)
+    requirement = f"{where}: conv_group_size divides a width of {width}"
+    require(not group or width % group == 0, requirement, group, OTHER_HEAD)
     convolution = (num_taps, width // group) if num_taps and group else None
     numbers = [
         _number(where, stated, name, usual)

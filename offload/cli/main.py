@@ -66,21 +66,32 @@ def main() -> None:
     except BrokenPipeError:
         leave(0)
     except Exception as error:
-        if isinstance(error, OSError) and is_stuck():
-            _fail_to_write(error.errno or errno.EIO)
-        if (line := machine_failure(error)) is not None:
-            # by who named the file
-            is_given = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-            _fail(line, EXIT_USER_ERROR if is_given else EXIT_FAILED, place, error)
-        # what the option parser raises carries its line in this method
-        if not hasattr(error, "format_message"):
-            raise
+        _fail_if_known(error, command, given, settings, place)
+        raise
+
+
+def _fail_if_known(
+    error: Exception,
+    command: Any,
+    given: list[str],
+    settings: defaults.Defaults,
+    place: RankInfo | None,
+) -> None:
+    """End with a line for an error of the machine or of the option parser; return for any other."""
+    if isinstance(error, OSError) and is_stuck():
+        _fail_to_write(error.errno or errno.EIO)
+    if (line := machine_failure(error)) is not None:
+        # a name that is too long was given by the user
+        is_given = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+        _fail(line, EXIT_USER_ERROR if is_given else EXIT_FAILED, place, error)
+    # the option parser's errors have this method
+    if hasattr(error, "format_message"):
         # the command whose options were not understood
         misread = getattr(error, "ctx", None)
         command_path = misread.command_path if misread else _named_command(command, given)
-        said = _usage_line(error, given, settings.by_command.get(given[0], {})).rstrip(".")
-        said = f"{said} (see {command_path} --help)"
-        _fail(settings.blame(said, given), EXIT_USER_ERROR, place, error)
+        line = _usage_line(error, given, settings.by_command.get(given[0], {})).rstrip(".")
+        line = f"{line} (see {command_path} --help)"
+        _fail(settings.blame(line, given), EXIT_USER_ERROR, place, error)
 
 
 def _fail_to_write(number: int) -> NoReturn:

@@ -88,14 +88,39 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     if whole.is_encoder_decoder:
         return _encoder_decoder(checkpoint, whole, dtype)
     if config is not whole:
-        mappings = [
-            classes._model_mapping for classes in _WRITING if type(whole) in classes._model_mapping
-        ]
-        if not mappings:
-            raise unsupported(checkpoint, "it does not write text")
-        _ = mappings[0][type(whole)]  # this loads the module of its text model
-        if hasattr(whole, "tie_word_embeddings"):  # some families only have it inside another model
-            config.tie_word_embeddings = whole.tie_word_embeddings
+        _prepare_text_config(checkpoint, whole, config)
+    _refuse_config(checkpoint, config)
+    with _refusing(checkpoint, _missing(config)):
+        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        build = AutoModelForCausalLM.from_config if is_known else headed_model
+        meta_model = _instantiate(build, config, dtype)
+        decoder = meta_model.get_decoder()
+    _replace_layers(checkpoint, meta_model, decoder, config)
+    # a model that is no decoder is refused as such, not for its forward's name of a cache
+    require_rows(decoder)
+    tied = [name for pair in meta_model.all_tied_weights_keys.items() for name in pair]
+    if config.model_type not in SHARED_LAYERS and any(".layers." in f".{name}" for name in tied):
+        raise unsupported(checkpoint, "layers that share weights")
+    with _refusing(checkpoint, _missing(config)):
+        try_out(meta_model, dtype)
+    attention.scale_by_position(decoder.layers)
+    return meta_model
+
+
+def _prepare_text_config(checkpoint: Checkpoint, whole: Any, config: Any) -> None:
+    """Complete the config of a language model inside a larger model. Raises `UserError` for none."""
+    mappings = [
+        classes._model_mapping for classes in _WRITING if type(whole) in classes._model_mapping
+    ]
+    if not mappings:
+        raise unsupported(checkpoint, "it does not write text")
+    _ = mappings[0][type(whole)]  # this loads the module of its text model
+    if hasattr(whole, "tie_word_embeddings"):  # some families only have it inside another model
+        config.tie_word_embeddings = whole.tie_word_embeddings
+
+
+def _refuse_config(checkpoint: Checkpoint, config: Any) -> None:
+    """Raise `UserError` for models that the config shows to be unsupported."""
     if config.model_type in MISCOMPUTED:
         raise unsupported(checkpoint, MISCOMPUTED[config.model_type])
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
@@ -104,11 +129,12 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         raise unsupported(checkpoint, "tables of n-grams in its layers")
     known = {*_ATTENTION, *_RECURRENT, *_INDEXED, *_BY_ROW}
     _refuse_kinds(checkpoint, set(_kinds_of(config)) - known)
-    with _refusing(checkpoint, _missing(config)):
-        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        build = AutoModelForCausalLM.from_config if is_known else headed_model
-        meta_model = _instantiate(build, config, dtype)
-        decoder = meta_model.get_decoder()
+
+
+def _replace_layers(
+    checkpoint: Checkpoint, meta_model: PreTrainedModel, decoder: Any, config: Any
+) -> None:
+    """Replace mixers and indexers by modules that follow trees. Raises `UserError` without layers."""
     blocks = getattr(decoder, "layers", None)
     layers = blocks if isinstance(blocks, nn.ModuleList) else nn.ModuleList()
     with _refusing(checkpoint, _missing(config)):
@@ -123,15 +149,6 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     has_positions = hasattr(decoder, "rotary_emb") or checkpoint.carried is not None
     if not any(is_following) and (not is_following or not has_positions):
         raise unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    # a model that is no decoder is refused as such, not for its forward's name of a cache
-    require_rows(decoder)
-    tied = [name for pair in meta_model.all_tied_weights_keys.items() for name in pair]
-    if config.model_type not in SHARED_LAYERS and any(".layers." in f".{name}" for name in tied):
-        raise unsupported(checkpoint, "layers that share weights")
-    with _refusing(checkpoint, _missing(config)):
-        try_out(meta_model, dtype)
-    attention.scale_by_position(decoder.layers)
-    return meta_model
 
 
 def _config(settings: dict[str, Any]) -> Any:
