@@ -37,7 +37,7 @@ class AssistantCache(CarriedCache):
 
     @property
     def saved(self) -> None:
-        """Return nothing: there is none to keep."""
+        """Return None: the draft has no cache to save."""
 
     def skip_to(self, length: int) -> None:
         """Pass over rows whose states no later row needs."""
@@ -111,7 +111,7 @@ class AssistantModel(CarriedModel):
         return self.send(nothing), self.send(nothing)
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Any:
-        """Return none: what may not be seen is not lent."""
+        """Return no masks: only visible keys are lent."""
         return dict.fromkeys(self.windows)
 
     def _call(self, token_1T: Tensor, **inputs: Any) -> Any:

@@ -26,14 +26,14 @@ from offload.trees.verification import Acceptance
 
 
 class DraftState(Protocol):
-    """What a proposer keeps of one text: a KV cache, an index of its tokens, or nothing."""
+    """The state of a proposer for one text: a KV cache, an index of its tokens, or nothing."""
 
     @property
     def saved(self) -> KVCache | None:
         """Return the tensors that a session keeps of it."""
 
     def copy_from(self, other: Any, num_tokens: int) -> None:
-        """Take over what `other` knows of the first `num_tokens` tokens, and nothing else."""
+        """Copy the state of another text for the first `num_tokens` tokens."""
 
     def can_follow(self, num_positions: int) -> int:
         """Count the target's positions behind which it can go on, this many at most."""
@@ -58,11 +58,11 @@ class Proposer(Protocol):
 
     @property
     def needs(self) -> Taps | None:
-        """Return which hidden states of the target it reads; None for none."""
+        """The hidden states of the target that it reads, or None."""
 
     @property
     def model(self) -> TreeModel | None:
-        """Return the draft model that ranks candidates; None where there is none."""
+        """The draft model that ranks candidates, or None."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Proposer(Protocol):
         """Return the rows of each of its own passes that the last trees took."""
 
     def new_state(self, target: KVCache | None = None) -> Any:
-        """Return the state of a text of which nothing is known yet, see `DraftState`.
+        """Return the state of a new text, see `DraftState`.
 
         `target` has the text's keys and values; without one it is a state to time passes with.
         """
@@ -91,7 +91,7 @@ class Proposer(Protocol):
         """Return a tree below each text's last token; dynamic trees compete for pooled nodes."""
 
     def accepted(self, tree: TokenTree, path: Acceptance, sampler: Sampler, state: Any) -> None:
-        """Note the accepted path, as far as its text goes on, and what was emitted there."""
+        """Learn from the accepted path of a text that goes on, and its emitted tokens."""
 
     def score(self, tokens: Sequence[int], start: int, state: Any) -> Iterator[Tensor]:
         """Yield the draft model's logits (1, V) for `tokens[start]` and every later one."""
@@ -110,10 +110,10 @@ class WithoutModel:
         return ()
 
     def share_states(self, states: Sequence[Any]) -> None:
-        """Do nothing: the states have nothing in common."""
+        """Do nothing; texts share no state."""
 
     def observe(self, tokens: Sequence[int], state: Any) -> None:
-        """Do nothing: what is read are tokens."""
+        """Do nothing; only tokens are read."""
 
     def score(self, tokens: Sequence[int], start: int, state: Any) -> Iterator[Tensor]:
         """Fail: only a model ranks candidates."""

@@ -96,7 +96,7 @@ def empty_linear(
 
 
 def _word_ids(checkpoint: Checkpoint, entry: TensorEntry) -> Tensor:
-    """Return the target's ids of the words that are scored. Raises `UserError` for what are none."""
+    """Return the target's ids of the scored words. Raises `UserError` for invalid ids."""
     step_W = stored_numbers(checkpoint, entry)
     id_W = step_W + np.arange(len(step_W))
     num_words = int(checkpoint.config["vocab_size"])

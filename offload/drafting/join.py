@@ -147,7 +147,7 @@ class JoinedDrafter:
     def _judged(
         self, tree: TokenTree, accepted: Acceptance, sampler: Sampler
     ) -> Iterator[DraftVerdict | None]:
-        """Yield what the draft gave each emitted token, None where it scored nothing."""
+        """Yield a verdict on the draft for each emitted token, None for one without scores."""
         exponent = self._model.exponent(sampler)
         for node, token in zip(accepted.nodes, accepted.tokens, strict=True):
             score_V = tree.score_of_node.get(node)

@@ -127,7 +127,7 @@ class SourceOpinion(Protocol):
         """Return the share of each token among those that followed there."""
 
     def follow(self, state: Any, token: int) -> Any:
-        """Return the state after that token, None if nothing is known of it."""
+        """Return the state after that token, None if the source has none."""
 
 
 class TrieGuesses:
@@ -284,7 +284,7 @@ class Guesses:
             rest = weight * share + (1 - weight) * rest
 
     def _claims(self, cursor: TrieCursor) -> Iterable[tuple[SourceOpinion, Mapping[int, float]]]:
-        """Yield what each opinion adds to those before it: mere agreement adds nothing."""
+        """Yield opinions with the shares of tokens that no earlier one named, adding up to 1."""
         claimed: set[int] = set()
         for opinion, at in zip(self._opinions, cursor.at, strict=True):
             shares = _NOTHING if at is None else opinion.shares(at)

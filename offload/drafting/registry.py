@@ -36,7 +36,7 @@ def open_model(
 def open_draft(
     files: ModelFiles, dtype: str, torch_device: torch.device, *, on_demand: bool = False
 ) -> TreeModel | None:
-    """Return the draft's model without its layers' weights; None where there is none.
+    """Return the draft's model, before its layers are read; None without a draft model.
 
     With `on_demand` its experts are read when passes need them.
     """
