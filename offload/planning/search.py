@@ -35,8 +35,8 @@ from offload.trees.topology import (
     Shape,
     Topology,
     check_acceptance,
-    grow_order,
     in_level_order,
+    likeliest_nodes,
     path_chances,
 )
 
@@ -112,14 +112,9 @@ class TreeSearch:
 
     @cached_property
     def whole(self) -> TreeOrder:
-        """Return the likeliest nodes by the product of the chances of their ranks."""
-        chances = self.p_K.tolist()
+        """Return the order of nodes of the largest tree, and of enough others for every depth."""
         largest = max([self.max_nodes, *(counted.num_nodes for counted in self.counted)])
-
-        def follow(_: int | None, rank: int) -> tuple[float, None] | None:
-            return (chances[rank], None) if rank < len(chances) else None
-
-        return TreeOrder(grow_order(_SPARE * largest, self.max_depth, follow))
+        return TreeOrder(likeliest_nodes(self.p_K, _SPARE * largest, self.max_depth))
 
     def built(self, shape: DynamicShape | Outline) -> Shape:
         """Return the tree of an outline; bounds stay what they are."""

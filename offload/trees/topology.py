@@ -35,7 +35,6 @@ _MOST_ROWS = 128
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
-Follow = Callable[[int | None, int], tuple[float, int | None] | None]
 Item = TypeVar("Item")
 
 # The one grid of tree sizes: all code that chooses or compares trees looks at these. A larger tree
@@ -271,21 +270,21 @@ def grow_best_first(
             heapq.heappush(heap, (-first[0], depth + 1, number, 0, first[1], node))
 
 
-OrderedNode = GrownNode[int | None]
+OrderedNode = GrownNode[None]
 
 
-def grow_order(
-    num_nodes: int, max_depth: int, follow: Follow, root: int | None = None
-) -> list[OrderedNode]:
-    """Return the likeliest nodes first; `follow` gives the chance of a rank behind a path, and that
-    path, None where there is no such rank.
+def likeliest_nodes(p_K: Floats, num_nodes: int, max_depth: int) -> list[OrderedNode]:
+    """Return the nodes with the greatest chance to be accepted, in falling order.
+
+    That chance is the product of `p_K` at the ranks of a node's path (Sequoia, section 3.1).
     """
+    chances = p_K.tolist()
 
-    def child(node: OrderedNode, rank: int) -> tuple[float, int | None] | None:
-        followed = follow(node.item, rank) if node.depth < max_depth else None
-        return followed and (node.score * followed[0], followed[1])
+    def child(node: OrderedNode, rank: int) -> tuple[float, None] | None:
+        is_within = node.depth < max_depth and rank < len(chances)
+        return (node.score * chances[rank], None) if is_within else None
 
-    return list(islice(grow_best_first(root, child), num_nodes))
+    return list(islice(grow_best_first(None, child), num_nodes))
 
 
 def tree_of(order: Sequence[OrderedNode]) -> Topology:
@@ -306,13 +305,8 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
         raise UserError(
             f"best-first needs a non-increasing acceptance vector, got {rise}: isotonic(p) smooths it"
         )
-    chances = p_K.tolist()
     _check_sizes(num_nodes, max_depth)
-    return tree_of(
-        grow_order(
-            num_nodes, max_depth, lambda _, rank: (chances[rank], None) if rank < p_K.size else None
-        )
-    )
+    return tree_of(likeliest_nodes(p_K, num_nodes, max_depth))
 
 
 def in_level_order(parents: Sequence[int]) -> tuple[Topology, list[int]]:

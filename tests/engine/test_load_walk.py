@@ -14,13 +14,17 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
+from shell import shell
 from tiny import FAMILIES, build, save
 
 import offload
+from offload.checkpoint.packaged import PAIR
 
 ROOT = Path(__file__).resolve().parents[2]
 # with one tree: which is chosen goes by the machine
 MOST_FILES = 124
+# packages that a plan enters, and files that are none
+MOST_ROOMS = 14
 # what is listed here is called by files below
 CALLED_FROM_BELOW = {
     "calibration.threads",  # what is timed
@@ -31,7 +35,6 @@ CALLED_FROM_BELOW = {
     "memory.planner",  # its plans are remembered
     "model.headers",  # layers are described once
     "model.tree_model",  # sends noise to a device
-    "planning.acceptance",  # ranks a tree's nodes
     "units",  # reads the size of the prompt cache
 }
 
@@ -91,3 +94,13 @@ def test_loading_and_writing_go_down(tmp_path: Path) -> None:
         decoder.generate([1, 2, 3], max_new_tokens=8)
     assert climbs(calls) <= CALLED_FROM_BELOW
     assert len({called for _, called in calls}) <= MOST_FILES
+
+
+def test_a_plan_enters_few_rooms() -> None:
+    plan = ("plan", "-m", PAIR / "target", "-d", PAIR / "draft", "--ram", "200MiB")
+    shell(*plan)
+    calls = set[tuple[str, str]]()
+    with walked(calls):
+        assert shell(*plan).code == 0
+    rooms = {called.partition(".")[0] if "." in called else "a file" for _, called in calls}
+    assert len(rooms) <= MOST_ROOMS, rooms
