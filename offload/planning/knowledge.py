@@ -42,7 +42,7 @@ _MANY = 24
 _WORTH_TRYING = 1.02  # speedup over the best tree that makes another worth a trial
 _WAITED = 0.1  # share of a sweep: with a longer stall the link limited it
 _MISSES = tuple(2.0 ** (step / 4) for step in range(-8, 7))  # factors on the assumed misses
-_ASSUMED_TREES = 32  # how many observed trees the assumed acceptance is worth
+_ASSUMED_TREES = 16  # how many observed trees the assumed acceptance is worth
 _ASSUMED_GUESSES = 16  # how many observed guesses of chains it is worth
 
 
