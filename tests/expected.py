@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from offload.planning.cost_model import Costs, Prediction, Traffic
-from offload.planning.search import TreeSearch, search
+from offload.planning.search import SearchTerms, TreeSearch, search
 from offload.trees.topology import AcceptanceVector, Topology, check_acceptance, path_chances
 
 
@@ -19,7 +19,7 @@ def rank_trees(
     trees: TreeSearch, costs: Costs, traffic_of: Callable[[int], Traffic | None], **options: Any
 ) -> list[Prediction]:
     """All trees of one search, the best first, as `search` ranks them."""
-    return search(lambda _: trees, trees.max_nodes, costs, traffic_of, **options)[1]
+    return search(lambda _: trees, trees.max_nodes, SearchTerms(costs, traffic_of, **options))[1]
 
 
 def passes_of(topology: Topology, ranks: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -17,15 +18,15 @@ from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
 from offload.errors import ReadError
 from offload.memory.plan import MemoryPlan
 from offload.streaming.device import Device
-from offload.streaming.disk import DiskReader, OpenSource, allocate, finish
+from offload.streaming.disk import ByteSource, DiskReader, OpenSource, allocate, finish
 
 _CHUNK_BYTES = 16 << 20
 _NUM_IN_FLIGHT = 3
-# of which the first two wake the link up
 _NUM_COPIES = 8
+_NUM_WAKING = 2  # of the copies: the link may sleep
 _COPY_BYTES = 64 << 20
 _LEAST_S = 1e-9
-_GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
+_GOLDEN = 0.6180339887  # the first n multiples, modulo 1, are spread evenly for any n
 
 
 def link_bytes_per_s(
@@ -37,9 +38,11 @@ def link_bytes_per_s(
 ) -> float:
     """Return bytes per second at which slabs arrive from the largest of these files.
 
-    They are read as a pass reads them: chunks from all over the file are kept in flight until the
-    time is over, so that neither a cache nor the start of the file speaks for the rest.
-    `limit_bytes_per_s` slows the link down on purpose.
+    Args:
+        budget_s: seconds to read for.
+        limit_bytes_per_s: slows the link down on purpose.
+
+    Raises `ReadError` where a file is gone.
     """
     try:
         size_bytes, shard = max((path.stat().st_size, path) for path in shards)
@@ -47,33 +50,39 @@ def link_bytes_per_s(
         raise ReadError(
             f"{Path(error.filename).name} cannot be opened any more: {error.strerror}"
         ) from error
+    source = open_source([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
+    try:
+        return _read_bytes_per_s(source, size_bytes, budget_s)
+    finally:
+        source.close()
+
+
+def _read_bytes_per_s(source: ByteSource, size_bytes: int, budget_s: float) -> float:
+    """Return the rate of reading a file of this size as a pass does, a few chunks in flight.
+
+    Chunks lie all over the file, so that neither a cache nor its beginning speaks for the rest.
+    """
     chunk_bytes = min(_CHUNK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
     slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
     for slab in slabs:
         slab.fill(0)  # pages are given on first touch, which is no matter of the link
-    source = open_source([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
     in_flight: deque[list[Future[None]]] = deque()
+    num_bytes = 0
     started = time.perf_counter()
-    index = num_bytes = 0
-    try:
-        while index == 0 or time.perf_counter() - started < budget_s:
-            if len(in_flight) == _NUM_IN_FLIGHT:
-                finish(in_flight.popleft())
-            lo = (
-                int(index * _GOLDEN % 1 * max(0, size_bytes - chunk_bytes))
-                // BLOCK_BYTES
-                * BLOCK_BYTES
-            )
-            piece = SlabRead(0, lo, min(lo + chunk_bytes, size_bytes), 0)
-            layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
-            in_flight.append(source.read(layout, slabs[index % len(slabs)]))
-            num_bytes += piece.hi - piece.lo
-            index += 1
-        while in_flight:
+    for index in count():
+        if index and time.perf_counter() - started >= budget_s:
+            break
+        if len(in_flight) == _NUM_IN_FLIGHT:
             finish(in_flight.popleft())
-        return num_bytes / (time.perf_counter() - started)
-    finally:
-        source.close()
+        at = int(index * _GOLDEN % 1 * max(0, size_bytes - chunk_bytes))
+        lo = at // BLOCK_BYTES * BLOCK_BYTES
+        piece = SlabRead(0, lo, min(lo + chunk_bytes, size_bytes), 0)
+        layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
+        in_flight.append(source.read(layout, slabs[index % len(slabs)]))
+        num_bytes += piece.hi - piece.lo
+    while in_flight:
+        finish(in_flight.popleft())
+    return num_bytes / (time.perf_counter() - started)
 
 
 def copy_bytes_per_s(device: Device, array: np.ndarray) -> float:
@@ -82,7 +91,7 @@ def copy_bytes_per_s(device: Device, array: np.ndarray) -> float:
 
     slot = device.allocate(array.nbytes)
     seconds = list[float]()
-    # which may still use the memory that the slot was given
+    # computing may still use the memory that the slot was given
     device.wait(device.copies, device.mark(device.compute))
     for _ in range(_NUM_COPIES):
         before = device.mark(device.copies, is_timed=True)
@@ -90,7 +99,7 @@ def copy_bytes_per_s(device: Device, array: np.ndarray) -> float:
         after = device.mark(device.copies, is_timed=True)
         device.synchronize(after)
         seconds.append(device.elapsed_s(before, after) or 0.0)
-    return array.nbytes / max(median(seconds[2:]), _LEAST_S)
+    return array.nbytes / max(median(seconds[_NUM_WAKING:]), _LEAST_S)
 
 
 def locked_bytes_per_s(device: Device) -> float:
@@ -111,21 +120,22 @@ def device_link_bytes_per_s(
     disk_bytes_per_s: float | None = None,
     open_source: OpenSource = DiskReader,
 ) -> float:
-    """Return bytes per second of streamed layers: the slower of copies to the GPU and of reads.
+    """Return bytes per second of streamed layers, by the slower of copies to the GPU and of reads.
 
-    Infinite where nothing streams.
+    Infinite where nothing streams. Experts count as if a pass needed each one that the GPU has no
+    room for; host memory keeps as many as it has slots.
 
-    Experts count as if all that the GPU has no room for were asked for once; host memory keeps as
-    many as it has slots. `disk_bytes_per_s` stands for reads that are not to be measured.
+    Args:
+        limit_bytes_per_s: slows reads down on purpose.
+        disk_bytes_per_s: the rate of reads, where it is given instead of measured.
     """
     if not plan.is_streamed:
         return math.inf
-    moved_bytes = plan.pass_bytes
-    disk_bytes = plan.pass_disk_bytes
-    seconds = moved_bytes / locked_bytes_per_s(device)
-    if disk_bytes:
-        read = disk_bytes_per_s or link_bytes_per_s(
+    copies_s = plan.pass_bytes / locked_bytes_per_s(device)
+    reads_s = 0.0
+    if plan.pass_disk_bytes:
+        rate = disk_bytes_per_s or link_bytes_per_s(
             shards, limit_bytes_per_s=limit_bytes_per_s, open_source=open_source
         )
-        seconds = max(seconds, disk_bytes / read)
-    return moved_bytes / seconds
+        reads_s = plan.pass_disk_bytes / rate
+    return plan.pass_bytes / max(copies_s, reads_s)

@@ -1,9 +1,9 @@
-"""Quick calibration: what is known of a pair of models here before the first weight pass.
+"""Quick calibration: the costs of a step, before the first pass over the weights.
 
-`auto` needs to know what computing, drafting and the link cost. A profile of `offload tune` tells
-the first two; disks drift by the hour, so the link is always measured. Without a profile, computing
-is tried for a second: enough to tell a tree of 32 nodes from one of 512. Readers that share the
-processor are not in these figures: `offload tune`, the full calibration, has them.
+`auto` needs to know what computing, drafting and the link cost. A profile of `offload tune` has the
+first two; disks drift by the hour, so the link is always measured. Without a profile both are timed
+for a second, which tells a tree of 32 nodes from one of 512. Nothing is read meanwhile: how much
+readers slow computing down, passes show.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,22 @@ from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
 from offload.drafting.registry import open_drafter
 from offload.kernels.jit import is_for_kernels
+from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_kernels
 from offload.model.tree_model import TreeModel
-from offload.planning.cost_model import NOTHING, Costs, Traffic, with_draft_reads
+from offload.planning.cost_model import NOTHING, Costs, Curve, Traffic, with_draft_reads
 from offload.planning.knowledge import Knowledge, RunSettings
 from offload.rules import drafting_of
 from offload.sampling.sampler import Sampler
 from offload.streaming.device import Device
 from offload.threads import ThreadPolicy
 
-MAX_TIMED_NODES = 257  # of the largest tree that is tried
-# Where a device computes: reading weights takes as long as the products of some 200 rows, and only
-# beyond does the curve rise as it goes on to the largest trees.
+MAX_TIMED_NODES = 257  # of the largest tree that is timed in any case
+# A device reads weights for as long as the products of some 200 rows take: only a size beyond tells
+# by how much a row lengthens the largest passes.
 DEVICE_SIZES = (*SWEEP_SIZES, 1024)
-_PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
+_PROMPT_TOKENS = 32  # of the text that the draft is timed behind
 
 
 def calibrate(
@@ -61,26 +62,28 @@ def calibrate(
     wanted = SWEEP_SIZES if target.torch_device.type == "cpu" else DEVICE_SIZES
     sizes = [size for size in wanted if size <= MAX_TIMED_NODES or traffic_of(size) is not None]
     slab = fetch(target.layer_layouts[target.typical_layer])
-    draft_step_s = NOTHING
     compute_s = sweep_curve(target, slab, sizes)
+    torch.set_num_threads(threads.start.draft.num_threads)
+    draft_step_s = NOTHING
     if draft is not None:
-        num_slots = 2 * MAX_TIMED_NODES
-        drafter = open_drafter(draft, target.vocab_size, num_slots, choice.kernels)
-        drawing = (drafting_of(settings.rule), choice.kernels)
-        sampler = Sampler(settings.sampling, target.vocab_size, *drawing)
-        torch.set_num_threads(threads.start.draft.num_threads)
-        # a start would end it
-        prompt = [int(0 in draft.start_ids)] * _PROMPT_TOKENS + list(draft.start_ids)
-        draft_step_s = draft_curve(drafter, sampler, prompt, drafter.new_state())
+        draft_step_s = _draft_curve(draft, target.vocab_size, settings, choice.kernels)
     rate = known.link.bytes_per_s
     assert rate is not None, "it was measured"
     tried = Costs(
-        compute_s=compute_s,
-        draft_step_s=draft_step_s,
-        verify_s=0.0,
-        link_bytes_per_s=rate,
+        compute_s=compute_s, draft_step_s=draft_step_s, verify_s=0.0, link_bytes_per_s=rate
     )
     return replace(known, tried=with_draft_reads(tried, traffic_of(1)))
+
+
+def _draft_curve(
+    draft: TreeModel, vocab_size: int, settings: RunSettings, kernels: KernelSet
+) -> Curve:
+    """Return the seconds of a draft step against its rows, behind a prompt of one word again and again."""
+    drafter = open_drafter(draft, vocab_size, 2 * MAX_TIMED_NODES, kernels)
+    sampler = Sampler(settings.sampling, vocab_size, drafting_of(settings.rule), kernels)
+    # the token that starts a text would end the prompt
+    prompt = [int(0 in draft.start_ids)] * _PROMPT_TOKENS + list(draft.start_ids)
+    return draft_curve(drafter, sampler, prompt, drafter.new_state())
 
 
 def pick_kernels(

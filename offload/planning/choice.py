@@ -28,7 +28,15 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.knowledge import Knowledge, Provenance
-from offload.planning.search import DEPTHS, SOURCE, TreeSearch, known_trees, range_for, search
+from offload.planning.search import (
+    DEPTHS,
+    SOURCE,
+    SearchTerms,
+    TreeSearch,
+    known_trees,
+    range_for,
+    search,
+)
 from offload.rules import drafting_of
 from offload.trees.spec import (
     AUTO_DEPTH,
@@ -227,16 +235,9 @@ def _best(knowledge: Knowledge, costs: Costs, request: TreeRequest, most: int) -
     num_texts = request.num_texts
     if request.is_dynamic and (traffic := traffic_of(1)):
         costs = knowledge.passes.costs(costs, num_texts, traffic.slots_bytes)
-    trees, ranked = search(
-        partial(_trees, knowledge, request, max_depth=DEPTHS[-1]),
-        most,
-        costs,
-        traffic_of,
-        room.max_depth,
-        is_dynamic=request.is_dynamic,
-        num_texts=num_texts,
-        most=NUM_SHOWN,
-    )
+    terms = SearchTerms(costs, traffic_of, room.max_depth, request.is_dynamic, num_texts)
+    trees_of = partial(_trees, knowledge, request, max_depth=DEPTHS[-1])
+    trees, ranked = search(trees_of, most, terms, NUM_SHOWN)
     if not ranked:
         return TreeChoice(chain(0), "memory has no room for any tree")
     if request.is_dynamic and knowledge.passes.has_passes:

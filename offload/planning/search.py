@@ -183,55 +183,65 @@ class _Candidate(NamedTuple):
     tokens: float  # per sweep, of all texts together
 
 
+class SearchTerms(NamedTuple):
+    """What trees are ranked by.
+
+    Args:
+        traffic_of: what a sweep moves with this many nodes; None where they do not fit.
+    """
+
+    costs: Costs
+    traffic_of: Callable[[int], Traffic | None]
+    max_depth: int = DEPTHS[-1]
+    is_dynamic: bool = False
+    num_texts: int = 1  # each of which has such a tree
+
+
 def search(
     trees_of: Callable[[int], TreeSearch],
     max_nodes: int,
-    costs: Costs,
-    traffic_of: Callable[[int], Traffic | None],
-    max_depth: int = DEPTHS[-1],
-    *,
-    is_dynamic: bool = False,
-    num_texts: int = 1,
+    terms: SearchTerms,
     most: int | None = None,
 ) -> tuple[TreeSearch, list[Prediction]]:
     """Return the trees that memory can hold, the quickest first, and where they come from.
 
-    With several texts in a pass each has such a tree, and a prediction is for all of them together.
+    With several texts a prediction is for all of them together.
 
     Args:
-        traffic_of: what a sweep moves with this many nodes; None where they do not fit.
         trees_of: returns the trees of at most this many nodes; large ones take long to order.
         most: how many of the best static trees are built and returned; None for all of them.
     """
-
-    def ranked(trees: TreeSearch) -> list[_Candidate]:
-        candidates = []
-        for size in (size for size in SIZES if size <= trees.max_nodes):
-            traffic = traffic_of(num_texts * size)
-            if traffic is None:
-                continue
-            for depth, shape in trees.shapes(size, max_depth, is_dynamic=is_dynamic):
-                is_grown = isinstance(shape, DynamicShape)
-                tokens = (trees.expected_dynamic if is_grown else trees.expected)(size, depth)
-                if isinstance(shape, DynamicShape):
-                    shape = paced(replace(shape, num_tokens=tokens), costs)
-                widths = [num_texts * width for width in shape.draft_widths]
-                step = step_of(costs, traffic, num_texts * size, widths, is_grown=is_grown)
-                of_all = num_texts * tokens
-                candidates.append(_Candidate(step.total_s / of_all, shape, step, of_all))
-        return sorted(candidates, key=lambda candidate: candidate.s_per_token)
-
     trees = trees_of(min(_FIRST_NODES, max_nodes))
-    best = ranked(trees)
+    best = _ranked(trees, terms)
     is_small = max_nodes > _FIRST_NODES and bool(best)
-    if is_small and _may_pay(trees, max_nodes, costs, best[0], num_texts):
+    if is_small and _may_pay(trees, max_nodes, terms.costs, best[0], terms.num_texts):
         trees = trees_of(max_nodes)
-        best = ranked(trees)
+        best = _ranked(trees, terms)
     predictions = []
-    for _, shape, step, tokens in best if is_dynamic else best[:most]:
+    for _, shape, step, tokens in best if terms.is_dynamic else best[:most]:
         tree = trees.built(shape)
         predictions.append(Prediction(label_of(tree), tree, step, (tokens, tokens)))
     return trees, predictions
+
+
+def _ranked(trees: TreeSearch, terms: SearchTerms) -> list[_Candidate]:
+    """Return the trees of all sizes and depths that memory can hold, the quickest first."""
+    candidates = []
+    for size in (size for size in SIZES if size <= trees.max_nodes):
+        num_rows = terms.num_texts * size
+        traffic = terms.traffic_of(num_rows)
+        if traffic is None:
+            continue
+        for depth, shape in trees.shapes(size, terms.max_depth, is_dynamic=terms.is_dynamic):
+            is_grown = isinstance(shape, DynamicShape)
+            tokens = (trees.expected_dynamic if is_grown else trees.expected)(size, depth)
+            if isinstance(shape, DynamicShape):
+                shape = paced(replace(shape, num_tokens=tokens), terms.costs)
+            widths = [terms.num_texts * width for width in shape.draft_widths]
+            step = step_of(terms.costs, traffic, num_rows, widths, is_grown=is_grown)
+            of_all = terms.num_texts * tokens
+            candidates.append(_Candidate(step.total_s / of_all, shape, step, of_all))
+    return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 
 
 def _may_pay(

@@ -1,9 +1,9 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for any machine.
 
-Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link,
-measured here and now, and from a profile of `offload tune`; where only the link is known, and
-perhaps how fast this processor multiplies, a prediction is a lower bound and says so. Tokens per
-pass are a range, from pairs that papers measured, where this pair was not.
+Bytes follow from headers. Rates are those of `--hardware`; on this machine the link is measured now,
+and a profile of `offload tune` has the rest. Where only the link is known, and perhaps how fast this
+processor multiplies, a prediction is a lower bound and says so. Where this pair was not measured,
+tokens per pass are a range, from pairs that papers measured.
 
 Invariant: no weights are fetched, and none are read except in the .3 s that measure the link. No
 torch except for a GPU, for the speed of products, or to count a model that only torch can build.
@@ -21,7 +21,14 @@ from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.budget import prompt_costs
-from offload.planning.choice import TreeChoice, first_choices, most_nodes, planned_nodes, predict
+from offload.planning.choice import (
+    TreeChoice,
+    TreeRoom,
+    first_choices,
+    most_nodes,
+    planned_nodes,
+    predict,
+)
 from offload.planning.cost_model import (
     NOTHING,
     Curve,
@@ -135,28 +142,14 @@ def estimate(
         requirement = "`tokens_per_sweep` goes with `hardware` or `disk_speed`"
         raise UserError(f"{requirement}; on this machine offload tune measures it")
     setup = replace(resolve(options, assumed=assumed, read=read), tree=tree)
-    settings = setup.settings()
-    room = setup.room
-    known = setup.knowledge(settings)
-    known = known.with_link(setup.link(most_nodes(tree, known, room)))
-    known = known.with_profile(*setup.find_profile(*settings))
-    if known.costs is None:
-        traffic = room.traffic_of(1)
-        counts_link = traffic is not None and traffic.experts is not None
-        known = known.with_least_costs(_products_s(setup), counts_link=counts_link)
-        if tree.is_chosen:
-            room = room._replace(max_nodes=most_nodes(tree, known, room))
-    choices = first_choices(tree, known, room, settings.rule)
-    plan = setup.plan_for(planned_nodes(tree, known, room, settings.rule, choices))
+    known, room = _known_of(setup)
+    rule = setup.options.rule
+    choices = first_choices(tree, known, room, rule)
+    plan = setup.plan_for(planned_nodes(tree, known, room, rule, choices))
     traffic = _traffic(setup, known, plan)
-    # passes of a self draft are no small matter, so the link says nothing
-    is_told = known.computing.is_whole or not known.is_copy
-    predictions: tuple[Prediction, ...] = ()
-    basis = _basis(setup, known)
+    choice = choices[options.parallel]
+    predictions, basis = _predictions(setup, known, choice, plan, tokens_per_sweep)
     link = known.link.bytes_per_s
-    if link is not None and is_told and (known.computing.is_whole or plan.is_streamed):
-        choice = choices[options.parallel]
-        predictions, basis = _predictions(setup, known, choice, traffic, tokens_per_sweep)
     return Estimate(
         models=facts_of(setup),
         plan=plan,
@@ -165,10 +158,35 @@ def estimate(
         predictions=predictions,
         computing=known.computing,
         basis=basis,
-        notes=(*([] if is_told else [_NO_COSTS]), *setup.notes, *_notes(setup, link, plan)),
+        notes=(*_unknown_copy(known), *setup.notes, *_notes(setup, link, plan)),
         traffic=traffic,
         prompt=_prompt(setup, known, traffic, plan),
     )
+
+
+def _known_of(setup: Setup) -> tuple[Knowledge, TreeRoom]:
+    """Return what trees are chosen by, and from how many nodes, with the link measured now.
+
+    Where nothing of computing is known, the least that a step takes stands in.
+    """
+    settings = setup.settings()
+    room = setup.room
+    known = setup.knowledge(settings)
+    known = known.with_link(setup.link(most_nodes(setup.tree, known, room)))
+    known = known.with_profile(*setup.find_profile(*settings))
+    if known.costs is not None:
+        return known, room
+    traffic = room.traffic_of(1)
+    counts_link = traffic is not None and traffic.experts is not None
+    known = known.with_least_costs(_products_s(setup), counts_link=counts_link)
+    if setup.tree.is_chosen:
+        room = room._replace(max_nodes=most_nodes(setup.tree, known, room))
+    return known, room
+
+
+def _unknown_copy(known: Knowledge) -> tuple[str, ...]:
+    """Return a line where the passes of a copy are not known: by the link alone it seems free."""
+    return (_NO_COSTS,) if known.is_copy and not known.computing.is_whole else ()
 
 
 def _products_s(setup: Setup) -> Curve:
@@ -192,16 +210,23 @@ def _predictions(
     setup: Setup,
     known: Knowledge,
     choice: TreeChoice,
-    traffic: Traffic,
+    plan: MemoryPlan,
     tokens_per_sweep: float | None,
 ) -> tuple[tuple[Prediction, ...], str]:
-    """Return the predictions without a tree and with the wanted one, and what tokens rest on."""
-    assert known.link.bytes_per_s is not None, "there is a link to predict by"
-    costs = known.costs or with_draft_reads(link_alone(known.link.bytes_per_s), traffic)
+    """Return the predictions without a tree and with the wanted one, and what tokens rest on.
+
+    There are none where no rate is known that limits a pass.
+    """
+    basis = _basis(setup, known)
+    link = known.link.bytes_per_s
+    has_limit = known.computing.is_whole or (plan.is_streamed and not known.is_copy)
+    if link is None or not has_limit:
+        return (), basis
+    traffic = _traffic(setup, known, plan)
+    costs = known.costs or with_draft_reads(link_alone(link), traffic)
     alone = _traffic(setup, known, replace(setup, files=setup.files.alone).minimal_plan)
     num_texts = setup.options.parallel
     plain = predict(setup.tree, costs, alone, chain(0), (1.0, 1.0), num_texts)
-    basis = _basis(setup, known)
     if not known.is_ranked or setup.tree.kind == "none":
         return (plain,), basis
     tokens, basis = choice.tokens_range(setup.files, setup.dtype, known, basis)

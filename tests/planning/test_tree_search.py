@@ -30,7 +30,7 @@ from offload.planning.cost_model import (
     overlapped_s,
     step_time,
 )
-from offload.planning.search import DEPTHS, TreeSearch, search
+from offload.planning.search import DEPTHS, SearchTerms, TreeSearch, search
 from offload.rules import RULES
 from offload.sampling_options import Sampling
 from offload.trees.topology import (
@@ -225,7 +225,7 @@ def test_large_trees_are_left_out_where_they_cannot_be_better(row_s: float, num_
 
     for is_dynamic in (False, True):
         options = {"is_dynamic": is_dynamic, "num_texts": num_texts}
-        _, ranked = search(trees_of, SIZES[-1], known, lambda _: traffic, **options)
+        _, ranked = search(trees_of, SIZES[-1], SearchTerms(known, lambda _: traffic, **options))
         assert ranked[0] == rank_trees(TreeSearch(P_K), known, lambda _: traffic, **options)[0]
         if row_s in (0.0, 1e-2):
             assert asked == ([512] if row_s else [512, SIZES[-1]]), "most of the time goes into ordering"
