@@ -18,7 +18,6 @@ from offload.calibration.threads import SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.layout import SlabLayout
 from offload.drafting.registry import open_drafter
 from offload.kernels.jit import is_for_kernels
-from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.cuda_graphs import use_kernels
 from offload.model.tree_model import TreeModel
@@ -66,7 +65,7 @@ def calibrate(
     torch.set_num_threads(threads.start.draft.num_threads)
     draft_step_s = NOTHING
     if draft is not None:
-        draft_step_s = _draft_curve(draft, target.vocab_size, settings, choice.kernels)
+        draft_step_s = _draft_curve(draft, target.vocab_size, settings, choice)
     rate = known.link.bytes_per_s
     assert rate is not None, "it was measured"
     tried = Costs(
@@ -76,11 +75,11 @@ def calibrate(
 
 
 def _draft_curve(
-    draft: TreeModel, vocab_size: int, settings: RunSettings, kernels: KernelSet
+    draft: TreeModel, vocab_size: int, settings: RunSettings, choice: KernelChoice
 ) -> Curve:
     """Return the seconds of a draft step against its rows, behind a prompt of one word again and again."""
-    drafter = open_drafter(draft, vocab_size, 2 * MAX_TIMED_NODES, kernels)
-    sampler = Sampler(settings.sampling, vocab_size, drafting_of(settings.rule), kernels)
+    drafter = open_drafter(draft, vocab_size, 2 * MAX_TIMED_NODES, choice.kernels)
+    sampler = Sampler(settings.sampling, vocab_size, drafting_of(settings.rule), choice.kernels)
     # the token that starts a text would end the prompt
     prompt = [int(0 in draft.start_ids)] * _PROMPT_TOKENS + list(draft.start_ids)
     return draft_curve(drafter, sampler, prompt, drafter.new_state())

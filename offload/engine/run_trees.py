@@ -27,7 +27,8 @@ from offload.planning.choice import (
     planned_nodes,
 )
 from offload.planning.cost_model import NEVER, Costs, Curve, step_of
-from offload.planning.knowledge import Knowledge, ObservedPass, RunSettings
+from offload.planning.knowledge import Knowledge, RunSettings
+from offload.planning.observed_passes import ObservedPass
 from offload.planning.profile import NOT_WANTED, FindProfile, Profile
 from offload.sampling_options import Sampling
 from offload.threads import ThreadPolicy

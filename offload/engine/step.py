@@ -18,7 +18,7 @@ from offload.engine.sequence import StepMetrics, TokenSequence, path_logprobs
 from offload.errors import RunError
 from offload.model.parts import BatchPart
 from offload.model.target import Target
-from offload.planning.knowledge import ObservedPass
+from offload.planning.observed_passes import ObservedPass
 from offload.sampling.logits import Rows
 from offload.stats import Transfers
 from offload.threads import Mode, StepModes, ThreadPolicy

@@ -28,6 +28,7 @@ from offload.planning.cost_model import (
     step_time,
 )
 from offload.planning.knowledge import Knowledge, Provenance
+from offload.planning.next_tree import next_tree
 from offload.planning.search import (
     DEPTHS,
     SOURCE,
@@ -241,7 +242,7 @@ def _best(knowledge: Knowledge, costs: Costs, request: TreeRequest, most: int) -
     if not ranked:
         return TreeChoice(chain(0), "memory has no room for any tree")
     if request.is_dynamic and knowledge.passes.has_passes:
-        best = knowledge.passes.choose(ranked, num_texts, request.current)
+        best = next_tree(knowledge.passes, ranked, num_texts, request.current)
     else:
         best = _beside_prompts(ranked, traffic_of, num_texts)
     why = knowledge.basis

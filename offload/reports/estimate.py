@@ -165,7 +165,7 @@ def estimate(
 
 
 def _known_of(setup: Setup) -> tuple[Knowledge, TreeRoom]:
-    """Return what trees are chosen by, and from how many nodes, with the link measured now.
+    """Return the knowledge and the room that trees are chosen by, with the link measured now.
 
     Where nothing of computing is known, the least that a step takes stands in.
     """

@@ -10,7 +10,7 @@ from known import selector
 from offload.planning.acceptance import SMALL
 from offload.planning.choice import TreeChoice, chain_tokens
 from offload.planning.cost_model import Costs, Curve, Traffic
-from offload.planning.knowledge import ObservedPass
+from offload.planning.observed_passes import ObservedPass
 from offload.sampling_options import Sampling
 from offload.stats import RunningMean
 from offload.trees.topology import DEFAULT_ACCEPTANCE, chain

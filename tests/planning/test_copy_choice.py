@@ -14,7 +14,7 @@ from matrix import matrix
 
 from offload.planning.acceptance import COPIES
 from offload.planning.cost_model import Costs, Curve, StepTime, Traffic, paced, step_time
-from offload.planning.knowledge import ObservedPass, with_misses
+from offload.planning.observed_passes import ObservedPass, with_misses
 from offload.planning.search import TreeSearch
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape, chain, check_acceptance

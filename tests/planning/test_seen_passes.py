@@ -19,7 +19,8 @@ from matrix import matrix
 from offload.engine.run_trees import TreeSelector
 from offload.planning.choice import TrafficOf
 from offload.planning.cost_model import Costs, Curve, Prediction, StepTime, Traffic, overlapped_s, step_time
-from offload.planning.knowledge import ObservedPass, ObservedPasses, with_misses
+from offload.planning.next_tree import next_tree
+from offload.planning.observed_passes import ObservedPass, ObservedPasses, with_misses
 from offload.planning.search import TreeSearch
 from offload.sampling_options import Sampling
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, Topology, chain, check_acceptance
@@ -235,9 +236,9 @@ def test_a_lone_text_keeps_a_tree_that_is_good_and_leaves_one_that_is_not() -> N
         Prediction("", DynamicShape(num_nodes, 4), StepTime(0.0, seconds, 0.0, 0.0), (1.0, 1.0))
         for num_nodes, seconds in ((16, 1.2), (32, 1.0), (64, 0.9))
     )
-    assert ObservedPasses().choose([near, current], 1, current.shape) is current, "a quarter faster is worth it"
-    assert ObservedPasses().choose([far, near, current], 1, current.shape) is far
-    assert ObservedPasses().choose([near, current], 2, current.shape) is near, "several texts take the best"
+    assert next_tree(ObservedPasses(), [near, current], 1, current.shape) is current, "a quarter faster is worth it"
+    assert next_tree(ObservedPasses(), [far, near, current], 1, current.shape) is far
+    assert next_tree(ObservedPasses(), [near, current], 2, current.shape) is near, "several texts take the best"
 
 
 @pytest.mark.parametrize("name", MACHINES)
