@@ -58,7 +58,11 @@ class Case(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The best of some cases over the best of others, at every place and temperature."""
+    """The best of some cases over the best of others, at every place and temperature.
+
+    Args:
+        chosen_by: the figure by which the first one is chosen, where that is not the one compared.
+    """
 
     name: str
     figure: str
@@ -66,6 +70,7 @@ class Wanted(NamedTuple):
     others: Sequence[str]
     limit: float
     better: Better = "lower"
+    chosen_by: str = ""
 
     def checks(self, rows: Sequence[Row], runs: Sequence[Row]) -> list[Row]:
         """Return the ratio of medians, with those of every prompt, for each setting of `rows`."""
@@ -73,12 +78,10 @@ class Wanted(NamedTuple):
         verdicts = []
         for place, temperature in dict.fromkeys((row["place"], row["temperature"]) for row in rows):
             where = {"place": place, "temperature": temperature}
-            medians_of = {
-                row["case"]: row[self.figure] for row in rows if where.items() <= row.items()
-            }
-            ours, other = (
-                best(names, key=medians_of.__getitem__) for names in (self.ours, self.others)
-            )
+            row_of = {row["case"]: row for row in rows if where.items() <= row.items()}
+            medians_of = {case: row[self.figure] for case, row in row_of.items()}
+            ours = best(self.ours, key=lambda case: row_of[case][self.chosen_by or self.figure])
+            other = best(self.others, key=medians_of.__getitem__)
             samples = (values(runs, self.figure, case=case, **where) for case in (ours, other))
             name = f"{self.name}, {place}, T = {temperature:g}"
             value = medians_of[ours] / medians_of[other]
@@ -101,6 +104,7 @@ _FIXED = (
 )
 _HALF_FIXED = ("dynamic:32x31", "dynamic:64x63")
 _OTHERS = ("bf16, small", "packed, small", "bf16, copy")
+_WAYS = ("residual, copy", *_OTHERS)
 _LINKS = ("250MB/s", "100MB/s")
 _FREE = "free link"
 _ALONE, _LOOKUP, _SCOUT = "copy alone", "and lookup", "and small"
@@ -151,6 +155,17 @@ STUDIES = {
         [Case("auto"), *(Case(tree, tree=tree) for tree in _FIXED)],
         [Wanted("s a token", "token_s", ["auto"], _FIXED, 1.07)],
         ["250MB/s", _FREE, _RESIDENT],
+        [0.7],
+    ),
+    "planner": Study(
+        [
+            Case("residual, copy", BESIDE),
+            Case("bf16, small", draft=SMALL),
+            Case("packed, small", PACKED, SMALL),
+            Case("bf16, copy"),
+        ],
+        [Wanted("planned / best", "token_s", _WAYS, _WAYS, 1.07, chosen_by="predicted_s")],
+        [*_LINKS, _FREE, _RESIDENT],
         [0.7],
     ),
 }
@@ -209,15 +224,26 @@ def compare(
                     bench.screen.wait(f"{place}: opening {case.name}")
                     decoder = opened(setting, case.opened, place)
                     decoders[case.opened] = stack.enter_context(decoder)
+            predicted = {
+                (case, temperature): predicted_s(decoders[case.opened], temperature)
+                for case, temperature in product(study.cases, study.temperatures)
+            }
             rounds = product(enumerate(prompts), study.temperatures)
             for ((seed, prompt), temperature), case in bench.turns(rounds, study.cases, place):
                 sampling = Sampling(temperature=temperature, seed=seed)
                 row, text = measured(decoders[case.opened], case, prompt, sampling, effort)
                 head = {"place": place, "temperature": temperature, "case": case.name}
+                row["predicted_s"] = predicted[case, temperature]
                 rows.append({**head, "prompt": prompt.name, **row})
                 bench.note(rows[-1])
                 written.append(text)
     return rows, written
+
+
+def predicted_s(decoder: Decoder, temperature: float) -> float | None:
+    """Return the seconds of a token that are predicted at load; None where no tree is chosen."""
+    candidates = decoder.tree_choice(Sampling(temperature=temperature)).candidates
+    return candidates[0].s_per_token if candidates else None
 
 
 def packed(bench: Bench, target: Path, rounds: int) -> list[Row]:
@@ -246,6 +272,7 @@ COLUMNS = (
     Column("case", "case"),
     Column("tree", "tree"),
     Column("s a token", "token_s", ".4f"),
+    Column("as predicted", "predicted_s", ".4f"),
     Column("tokens a pass", "tokens_per_pass", ".2f"),
     Column("s a pass", "pass_s", ".3f"),
     Column("waiting s", "stall_s", ".3f"),

@@ -20,6 +20,10 @@ def test_the_best_of_some_cases_stands_over_the_best_of_others() -> None:
     (verdict,) = Wanted("s a token", "token_s", ["a", "b"], ["c", "d"], 0.5).checks(ROWS, runs)
     assert verdict["name"] == "s a token, here, T = 0" and verdict["notes"] == ["b / c"] and not verdict["is_met"]
     assert verdict["value"] == pytest.approx(0.6) and verdict["samples"] == pytest.approx([0.6, 0.6])
+    planned = [{**row, "predicted_s": 1.0 if row["case"] == "c" else 2.0} for row in ROWS]
+    names = ["a", "b", "c"]
+    (verdict,) = Wanted("planned", "token_s", names, names, 1.07, chosen_by="predicted_s").checks(planned, runs)
+    assert verdict["notes"] == ["c / b"] and verdict["value"] == pytest.approx(5 / 3) and not verdict["is_met"]
     (verdict,) = Wanted("tokens", "tokens", ["a", "b"], ["c", "d"], 1.4, "higher").checks(ROWS, runs)
     assert verdict["notes"] == ["b / d"] and verdict["value"] == pytest.approx(1.5) and verdict["is_met"]
 
