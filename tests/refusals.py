@@ -56,13 +56,13 @@ def case(name: str, breaks: Break, *words: str, by_plan: bool = True) -> Any:
 
 def config(**changes: object) -> Break:
     """Change entries of config.json; `...` drops one."""
+    return lambda directory: set_json(directory / "config.json", **changes)
 
-    def change(directory: Path) -> None:
-        settings = {**json.loads((directory / "config.json").read_text()), **changes}
-        settings = {key: value for key, value in settings.items() if value is not ...}
-        (directory / "config.json").write_text(json.dumps(settings))
 
-    return change
+def set_json(path: Path, **changes: object) -> None:
+    """Change entries of a file that may not be there yet; `...` drops one."""
+    entries = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
+    path.write_text(json.dumps({key: value for key, value in entries.items() if value is not ...}))
 
 
 def drop(pattern: str) -> Break:

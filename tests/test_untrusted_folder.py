@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from reciting import PIECES
+from refusals import set_json
 from shell import ROOT
 from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
 
@@ -65,25 +66,20 @@ def write_traps(folder: Path) -> None:
     (folder / "custom_generate" / "requirements.txt").write_text("evil")
 
 
-def change(path: Path, **options: Any) -> None:
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**known, **options}))
-
-
 def claim_code(folder: Path) -> None:
     """Say in every file that can that code should run."""
     kinds = {"AutoConfig": "configuration_evil.C", "AutoModelForCausalLM": "modeling_evil.M"}
     kernel: dict[str, Any] = dict.fromkeys(("attn_implementation", "_attn_implementation"), "evil/kernel")
-    change(folder / "config.json", auto_map=kinds, trust_remote_code=True, use_kernels=True, **kernel)
+    set_json(folder / "config.json", auto_map=kinds, trust_remote_code=True, use_kernels=True, **kernel)
     tokens = {"AutoTokenizer": ["tokenization_evil.T", "tokenization_evil.T"]}
-    change(folder / "tokenizer_config.json", auto_map=tokens, trust_remote_code=True)
-    change(folder / "generation_config.json", custom_generate="evil/generate", trust_remote_code=True)
+    set_json(folder / "tokenizer_config.json", auto_map=tokens, trust_remote_code=True)
+    set_json(folder / "generation_config.json", custom_generate="evil/generate", trust_remote_code=True)
     canary = folder.parent / "elsewhere" / "tokenizer.1.0.json"
     canary.parent.mkdir()
     canary.write_text((folder / "tokenizer.json").read_text())
     files = ("vocab_file", "tokenizer_file", "merges_file", "special_tokens_map_file", "chat_template_file")
-    change(folder / "tokenizer_config.json", **dict.fromkeys(files, str(canary)))
-    change(folder / "processor_config.json", auto_map={"AutoProcessor": "modeling_evil.P"})
+    set_json(folder / "tokenizer_config.json", **dict.fromkeys(files, str(canary)))
+    set_json(folder / "processor_config.json", auto_map={"AutoProcessor": "modeling_evil.P"})
 
 
 def run(folder: Path, work: Path, commands: list[list[str]], *, home: Path) -> list[str]:
@@ -129,7 +125,7 @@ def test_what_is_unknown_is_refused_and_not_asked_for(tmp_path: Path) -> None:
     folder = save_reciter(tmp_path / "model", PIECES, ends=True, chat_template=TEMPLATE)
     write_traps(folder)
     claim_code(folder)
-    change(folder / "config.json", model_type="evil")
+    set_json(folder / "config.json", model_type="evil")
     few = ["--ram", "1GiB", "--context", "64", "-m", str(folder)]
     assert run(folder, tmp_path, [["generate", *few, "-p", "x"]], home=tmp_path) == ["ended generate 2"]
 
@@ -140,7 +136,7 @@ def test_a_tokenizer_of_another_folder_is_not_opened(names: Any, tmp_path: Path)
     save_tokenizer(folder)
     (tmp_path / "elsewhere").mkdir()
     shutil.copy(folder / "tokenizer.json", tmp_path / "elsewhere" / "tokenizer.1.0.json")
-    change(folder / "tokenizer_config.json", fast_tokenizer_files=names)
+    set_json(folder / "tokenizer_config.json", fast_tokenizer_files=names)
     why = "is no file beside tokenizer_config.json" if isinstance(names, list) else ""
     with pytest.raises(UserError, match=rf"cannot read the tokenizer in {folder} \(.*{why}"):
         load_tokenizer(folder)
@@ -162,7 +158,7 @@ def test_no_kernel_of_the_hub_is_fetched(
     monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda *_: True)
     monkeypatch.setattr("transformers.modeling_utils.lazy_import_flash_attention", fetch)
     folder, _ = save_pair(FAMILIES["llama"](), tmp_path)
-    change(folder / "config.json", **{name: kernel})
+    set_json(folder / "config.json", **{name: kernel})
     model = build_meta_model(open_checkpoint(folder), torch.float32)
     assert not fetched and model.config._attn_implementation not in (kernel, "evil/kernel")
     if name == "attn_implementation" and isinstance(kernel, str):

@@ -1,12 +1,12 @@
 """The check at load: it says so where no number of rows helps; and what a decoder then promises."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import set_json
 from tiny import FAMILIES, Pair, build, save
 from torch import Tensor
 from torch.nn import functional
@@ -139,8 +139,7 @@ def test_rotary_embeddings_that_depend_on_the_length_are_refused(stated: object,
     target = save(build(config), tmp_path)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     rope |= {} if stated is None else {"original_max_position_embeddings": stated}
-    settings = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**settings, "rope_parameters": rope}))
+    set_json(target / "config.json", rope_parameters=rope)
     if stated is None:
         usual = invariance_of(target, context=64)
         assert usual.holds or "length" not in usual.reason

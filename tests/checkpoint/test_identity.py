@@ -19,6 +19,7 @@ import torch
 from flipping import flip
 from gguf_files import write_gguf
 from quantised import RECIPES, save_quantised
+from refusals import set_json
 from safetensors.torch import load_file, save_file
 from tiny import Pair
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,21 +78,16 @@ def summed(folder: Path) -> ModelIdentity:
     return with_sum(checkpoint, identity_of(checkpoint))
 
 
-def set_json(folder: Path, name: str, **changes: Any) -> None:
-    path = folder / name
-    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
-
-
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "config": (lambda folder: set_json(folder, "config.json", rms_norm_eps=1e-4), "config differs"),
-    "end": (lambda folder: set_json(folder, "generation_config.json", eos_token_id=3), "generation config differs"),
-    "template": (lambda folder: set_json(folder, "tokenizer_config.json", chat_template="b"), "chat template differs"),
+    "config": (lambda folder: set_json(folder / "config.json", rms_norm_eps=1e-4), "config differs"),
+    "end": (lambda folder: set_json(folder / "generation_config.json", eos_token_id=3), "generation config differs"),
+    "template": (lambda folder: set_json(folder / "tokenizer_config.json", chat_template="b"), "chat template differs"),
     "beside": (lambda folder: (folder / "chat_template.jinja").write_text("b"), "chat template differs"),
     "tokens": (lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.1"}'), "tokenizer differs"),
-    "flag": (lambda folder: set_json(folder, "tokenizer_config.json", add_bos_token=True), "tokenizer differs"),
+    "flag": (lambda folder: set_json(folder / "tokenizer_config.json", add_bos_token=True), "tokenizer differs"),
     "new words": (lambda folder: (folder / "added_tokens.json").write_text("{}"), "tokenizer differs"),
     "both": (
-        lambda folder: set_json(folder, "tokenizer_config.json", chat_template="b", split=1),
+        lambda folder: set_json(folder / "tokenizer_config.json", chat_template="b", split=1),
         "tokenizer and chat template differ",
     ),
 }
@@ -107,9 +103,9 @@ def test_what_a_text_depends_on_beside_weights_is_named(change: str, folder: Pat
 
 def test_names_of_places_and_other_files_are_no_difference(folder: Path) -> None:
     other = copy_of(folder)
-    set_json(other, "config.json", _name_or_path="elsewhere", transformers_version="9")
-    set_json(other, "tokenizer_config.json", name_or_path="elsewhere")
-    set_json(other, "generation_config.json", temperature=0.5)  # part of a request
+    set_json(other / "config.json", _name_or_path="elsewhere", transformers_version="9")
+    set_json(other / "tokenizer_config.json", name_or_path="elsewhere")
+    set_json(other / "generation_config.json", temperature=0.5)  # part of a request
     (other / "README.md").write_text("words")
     assert same_model(summed(folder), summed(other)) == ""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quantised import RECIPES
+from refusals import set_json
 from safetensors.torch import load_file, save_file
 from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save
@@ -83,8 +84,7 @@ def test_families_that_mlx_changes_are_refused_by_name(family: str, tmp_path: Pa
     """Whether their weights are quantised or not: numbers of some are changed."""
     plain = saved("qwen3-moe", tmp_path / "plain")
     converted(plain, tmp_path / "mlx", 0)
-    config = json.loads((plain / "config.json").read_text()) | {"model_type": family}
-    (tmp_path / "mlx" / "config.json").write_text(json.dumps(config))
+    set_json(tmp_path / "mlx" / "config.json", model_type=family)
     with pytest.raises(UserError, match=f"mlx-lm wrote.*{family} is not known.*: take the same model in"):
         open_checkpoint(tmp_path / "mlx")
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import MODELS, write_gguf
-from refusals import BOTH, ENOUGH, PLAN, assert_refused, drop, generate
+from refusals import BOTH, ENOUGH, PLAN, assert_refused, drop, generate, set_json
 from shell import shell
 
 from offload.commands import every_command
@@ -186,8 +186,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory, sound: Path) -> dict[str, 
     for name in ("sound", "gpt2", "bloom", "mute"):
         shutil.copytree(sound, folder / name)
     for name in ("gpt2", "bloom"):
-        config = json.loads((folder / name / "config.json").read_text())
-        (folder / name / "config.json").write_text(json.dumps({**config, "model_type": name}))
+        set_json(folder / name / "config.json", model_type=name)
     drop("tokenizer*")(folder / "mute")
     write_gguf(MODELS["llama"](), folder / "mute.gguf", "Q8_0")
     save(build(FAMILIES["llama"]()).bfloat16(), folder / "halves")

@@ -21,7 +21,7 @@ import pytest
 from coded_weights import expanded
 from plans import plan_memory
 from quantised import RECIPES, random_weight
-from refusals import Break, config, drop, header
+from refusals import Break, config, drop, header, set_json
 from test_bad_companions import SHAPE, Change, holding, missing, nested, shorter, text
 from tiny import FAMILIES, SIZES, build, save, save_reciter
 from transformers import MixtralConfig
@@ -317,8 +317,7 @@ def _failing_tokenizer(place: Path, act: str) -> Acts:
     """Its files name a longest text that is none, or a character of the vocabulary that is no byte."""
     model = save_reciter(place / "model", (":", "a"), chat_template="{{ messages[0].content }}")
     damaged = Path(shutil.copytree(model, place / "damaged"))
-    path = damaged / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "long"}))
+    set_json(damaged / "tokenizer_config.json", model_max_length="long")
 
     def run(folder: Path) -> object:
         from offload.engine.conversation import encode_messages, encode_prompt

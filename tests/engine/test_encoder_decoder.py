@@ -1,12 +1,12 @@
 """T5, end to end: streamed decoding with any tree emits what transformers emits, prompt after prompt."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import set_json
 from small_t5 import LAYOUTS, START, VOCAB_SIZE, build, reference, save, save_pair, streaming_ram
 from tiny import FAMILIES, Pair, finished, save_tokenizer
 from tiny import build as build_decoder
@@ -198,8 +198,7 @@ def test_what_does_not_go_with_an_encoder_is_refused_early(pair: Pair, tmp_path:
 
 
 def begun_with(start: int, model: Path) -> None:
-    path = model / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder_start_token_id": start}))
+    set_json(model / "generation_config.json", decoder_start_token_id=start)
 
 
 def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """Settings of generation_config.json: the text of transformers, with every tree, or a line that says why not."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from refusals import set_json
 from tiny import FAMILIES, VOCAB_SIZE, Pair, finished, save_pair
 from transformers import AutoModelForCausalLM
 
@@ -34,8 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     plain = hf_text(pair[0], eos_token_id=None)
     # a token that is new in the middle of the text ends it
     end = next(token for index, token in enumerate(plain) if index > 7 and token not in plain[:index])
-    path = pair[0] / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": end, "suppress_tokens": [plain[3]]}))
+    set_json(pair[0] / "generation_config.json", eos_token_id=end, suppress_tokens=[plain[3]])
     return pair
 
 

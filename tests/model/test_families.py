@@ -14,6 +14,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from matrix import matrix
+from refusals import set_json
 from rounding import beyond_doubt, choices_beyond_doubt
 from tiny import FAMILIES, SIZES, VOCAB_SIZE, build, save, streaming_ram
 from transformers import (
@@ -296,8 +297,8 @@ def test_a_config_cannot_change_what_a_pass_returns(flags: dict[str, object], tm
         with offload.load(directory, ram="1GiB", context=64, threads=1) as decoder:
             return decoder.generate(PROMPT[:8], max_new_tokens=8).token_ids
 
-    wanted, path = text(), directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | flags))
+    wanted = text()
+    set_json(directory / "config.json", **flags)
     assert text() == wanted
 
 

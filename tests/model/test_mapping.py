@@ -1,6 +1,5 @@
 """Which tensors make up which parameter: against the state that transformers itself loads from the same files."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from matrix import matrix
 from plans import model_shape
+from refusals import set_json
 from safetensors.torch import load_file, save_file
 from test_families import RANKS
 from tiny import FAMILIES, SIZES, build
@@ -59,11 +59,6 @@ def saved(name: str, directory: Path) -> dict[str, Tensor]:
 
 def rewrite(directory: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-
-
-def set_config(directory: Path, **values: object) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, **values}))
 
 
 def our_state(directory: Path, dtype: str = "float32") -> dict[str, Tensor]:
@@ -126,7 +121,7 @@ def test_what_a_family_keeps_in_float32_is_not_rounded(name: str, tmp_path: Path
     """A router's bias decides which experts are asked; bfloat16 would change that."""
     tensors = saved(name, tmp_path)
     rewrite(tmp_path, {k: t if k.endswith("correction_bias") else t.bfloat16() for k, t in tensors.items()})
-    set_config(tmp_path, dtype="bfloat16")
+    set_json(tmp_path / "config.json", dtype="bfloat16")
     ours = assert_loads_like_transformers(tmp_path, "bfloat16")
     (bias,) = (tensor for key, tensor in ours.items() if key.endswith("e_score_correction_bias"))
     assert bias.dtype == torch.float32 and not torch.equal(bias, bias.bfloat16().float())
@@ -308,7 +303,7 @@ def test_a_config_with_another_number_of_experts_is_refused(num_experts: int, is
     saved("glm4-moe", tmp_path)
     if is_fused:
         rewrite(tmp_path, {key: tensor.clone() for key, tensor in our_state(tmp_path).items()})
-    set_config(tmp_path, n_routed_experts=num_experts)
+    set_json(tmp_path / "config.json", n_routed_experts=num_experts)
     for ask in (our_state, describe):
         with pytest.raises(UserError, match=rf"must have shape \[{num_experts}, .*do not belong together"):
             ask(tmp_path)

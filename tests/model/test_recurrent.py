@@ -1,6 +1,5 @@
 """Hybrids: layers with a state follow token trees, step by step, and every promise of a decoder holds for them."""
 
-import json
 import math
 import shutil
 from collections import Counter
@@ -14,6 +13,7 @@ import pytest
 import torch
 from passes import sees, tree_scores
 from plans import model_shape
+from refusals import set_json
 from rounding import choices_beyond_doubt
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -389,8 +389,7 @@ def test_a_session_with_other_states_is_refused(qwen: Path, tmp_path: Path) -> N
 )
 def test_states_that_disagree_with_the_config_are_refused(changes: dict[str, int], qwen: Path, tmp_path: Path) -> None:
     shutil.copytree(qwen, tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    set_json(tmp_path / "model" / "config.json", **changes)
     with pytest.raises(offload.UserError, match=r"linear_attn\..* must have shape .* do not belong together"):
         offload.load(tmp_path / "model", ram="1GiB", context=64, threads=1)
 

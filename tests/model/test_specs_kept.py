@@ -1,6 +1,5 @@
 """What building a model tells is kept on disk: a second plan builds nothing; what is damaged or old is made again."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from matrix import matrix
 from passes import tree_scores
 from plans import model_shape
+from refusals import set_json
 from test_families import WORKING, config_of
 from tiny import FAMILIES, build, save
 
@@ -91,8 +91,7 @@ def test_layers_keep_what_is_told_of_them(family: str, tmp_path: Path) -> None:
 
 def test_a_refusal_is_found_again_and_not_kept(tmp_path: Path, builds: list[str]) -> None:
     folder = a_folder(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+    set_json(folder / "config.json", intermediate_size=7)
     for _ in range(2):
         with pytest.raises(UserError, match="must have shape"):
             describe(folder)

@@ -13,6 +13,7 @@ import torch
 from matrix import matrix
 from passes import text_scores
 from plans import model_shape
+from refusals import set_json
 from rounding import beyond_doubt
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, save, streaming_ram
@@ -231,8 +232,7 @@ def test_text_ends_where_its_own_config_says(tmp_path: Path) -> None:
     set_text(tmp_path, eos_token_id=[5, 7])
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     assert generation_settings(open_checkpoint(tmp_path))["eos_token_id"] == [5, 7]
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 9}))
+    set_json(tmp_path / "config.json", eos_token_id=9)
     assert generation_settings(open_checkpoint(tmp_path))["eos_token_id"] == 9
 
 
