@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -59,10 +60,10 @@ def process(
     return Outcome(running.returncode, out.decode(), err.decode())
 
 
-def run_python(*arguments: object, environment: Mapping[str, str] | None = None) -> str:
+def run_python(*arguments: object, environment: Mapping[str, str] | None = None, folder: Path = ROOT) -> str:
     """Run a new interpreter with these, to its end; return what it prints."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from gguf_files import MODELS, write_gguf
 from refusals import BOTH, ENOUGH, PLAN, assert_refused, drop, generate, set_json
-from shell import shell
+from shell import run_python, shell
 
 from offload.commands import every_command
 from offload.errors import installing
@@ -194,10 +193,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory, sound: Path) -> dict[str, 
     (folder / "there" / "file").touch()
     (folder / "prompts.jsonl").write_text('{"prompt": "x"}\n')
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", RUN, json.dumps([case.split() for case in CASES])]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    lines = json.dumps([case.split() for case in CASES])
+    outcomes = json.loads(run_python("-c", RUN, lines, environment=environment, folder=folder))
+    return dict(zip(CASES, outcomes, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)

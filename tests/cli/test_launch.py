@@ -5,8 +5,6 @@ Processes cost seconds each, so every start asks several things; what needs none
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from launched import FATAL_WORD
 from reciting import PROMPT as SAYING
 from reciting import SAID, settings
 from refusals import assert_refused
-from shell import ROOT, Outcome, shell, start
+from shell import ROOT, Outcome, run_python, shell, start
 
 from offload.cli import launch
 from offload.errors import UserError
@@ -189,5 +187,4 @@ def test_exit_codes_of_ranks_become_one(exit_codes: dict[int, int], code: int, l
 
 
 def test_no_torch_before_ranks_are_started() -> None:
-    code = "import sys, offload.cli.main, offload.planning.load_options; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    run_python("-c", "import sys, offload.cli.main, offload.planning.load_options; sys.exit('torch' in sys.modules)")

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from reciting import (
     settings,
     streaming_ram,
 )
-from shell import Outcome, process, shell
+from shell import Outcome, process, run_python, shell
 from tiny import FAMILIES, save_pair
 
 import offload
@@ -245,5 +243,5 @@ def test_a_command_with_few_options_shows_them_all(name: str) -> None:
 def test_help_of_the_program_imports_no_command() -> None:
     code = "import sys; sys.argv = ['offload', '--help']; from offload.cli.main import main\n"
     code += "try: main()\nexcept SystemExit: print(*(name for name in sys.modules if name.endswith('_commands')))"
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    text = run_python("-c", code)
     assert text.splitlines()[-1] == "" and [*every_command()] == re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE)

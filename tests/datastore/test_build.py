@@ -4,8 +4,6 @@ import errno
 import os
 import resource
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 from brute_force import rows_of
 from byte_coder import CODER, TEXTS, VOCABULARY, append, build, failing, of_small_chunks
 from refusals import contents
-from shell import ROOT
+from shell import run_python
 
 from offload.datastore import build as building
 from offload.datastore.build import Coder
@@ -81,8 +79,7 @@ sorted_positions(text.tokens_B)
 print((peak_rss_bytes() - before) / sorting_bytes(1_500_000 * text.width.num_bytes))
 """
     for vocab_size in (4096, 2**17):
-        command, environment = [sys.executable, "-c", program, str(vocab_size)], {**os.environ, "PYTHONPATH": str(ROOT)}
-        share = float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+        share = float(run_python("-c", program, vocab_size))
         assert 0.8 < share < 1.3, "with what the library takes for texts of any size"
 
 
