@@ -305,7 +305,7 @@ def _in_template(
     missing = [call["function"]["name"] for call in calls if call["function"]["name"] not in text]
     if missing:
         requirement = "the model's chat template does not tell the model of calls"
-        remedy = "leave `tool_calls` of earlier answers out, or take a template that knows them"
+        remedy = "leave calls of earlier answers out, or take a template that knows them"
         raise UserError(f"{requirement}, got one of {missing[0]:.80}: {remedy}")
     with refusing(*TOKENIZER_FAILED):
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
