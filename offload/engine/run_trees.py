@@ -47,14 +47,22 @@ class TreeSelector:
         spec: the tree that `load` was asked for.
         find: finds the profile of a run's settings.
         room: what memory is planned for.
+        fills_bounds: dynamic trees grow up to their bounds, whatever a row costs.
     """
 
     def __init__(
-        self, spec: TreeSpec, knowledge: Knowledge, room: TreeRoom, find: FindProfile
+        self,
+        spec: TreeSpec,
+        knowledge: Knowledge,
+        room: TreeRoom,
+        find: FindProfile,
+        *,
+        fills_bounds: bool = False,
     ) -> None:
         self.spec = spec
         self.room = room
         self.find = find
+        self._fills_bounds = fills_bounds
         self._knowledge = knowledge
         self._step_costs: tuple[Knowledge | None, Costs | None] = None, None
         # choices that were made, and how much passes had shown then
@@ -120,10 +128,13 @@ class TreeSelector:
         return NEVER if traffic is None else traffic.ahead_rows(self._knowledge.costs)
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
-        """Return the seconds of a step from its rows; constant where nothing was measured."""
+        """Return the seconds of a step from its rows; constant where bounds are to be filled.
+
+        They are as well where nothing was measured.
+        """
         knowledge = self._knowledge
         traffic = self.room.traffic_at(num_rows, knowledge)
-        if traffic is None:
+        if traffic is None or self._fills_bounds:
             return 1.0
         known, costs = self._step_costs
         if known is not knowledge:
@@ -211,6 +222,9 @@ class RunTrees(NamedTuple):
         choices = first_choices(tree, self.known, setup.room, rule)
         plan = setup.plan_for(planned_nodes(tree, self.known, setup.room, rule, choices))
         known = self.known if tree.is_chosen else self.known.with_profile(None, "")
-        trees = TreeSelector(tree, known, TreeRoom.from_plan(plan), setup.find_profile)
+        room = TreeRoom.from_plan(plan)
+        find = setup.find_profile
+        # a tune counts what trees of a size yield and take
+        trees = TreeSelector(tree, known, room, find, fills_bounds=setup.is_timed)
         trees.remember(self.known.note, rule, choices)
         return plan, trees

@@ -9,7 +9,6 @@ from offload.calibration.link import link_bytes_per_s, locked_bytes_per_s
 from offload.engine.decoder import Decoder
 from offload.engine.setup import Setup
 from offload.planning.acceptance import measured_acceptance, yields_of
-from offload.planning.choice import is_free_of_trees
 from offload.planning.cost_model import Costs
 from offload.planning.profile import ExpertUses, Profile
 from offload.reports.tune_question import TuneQuestion
@@ -19,22 +18,21 @@ from offload.reports.windows import TracedWindow
 def profile_of(
     question: TuneQuestion,
     traced: Sequence[TracedWindow],
-    bounds: Sequence[tuple[int, int]],
     decoder: Decoder,
     setup: Setup,
 ) -> Profile:
     """Return the profile of what was traced and observed.
 
     Args:
-        bounds: nodes and depth of each tree but the first.
+        traced: one for each of the question's windows.
         setup: of the decoder.
     """
     target, draft = setup.files
     assert draft is not None, "something was ranked"
     ranks_W = [window.ranks for window in traced]
     p_K, error_K = measured_acceptance(ranks_W)
-    counted = bounds if is_free_of_trees(decoder.rule.name) else ()
-    tokens_WB = [window.tokens_B[1:] for window in traced]
+    bounds = [(tree.num_nodes, tree.depth) for tree in question.dynamic_trees]
+    tokens_WB = [window.tokens_B for window in traced]
     return Profile(
         identity=question.proved(decoder),
         target_name=target.name,
@@ -45,7 +43,7 @@ def profile_of(
         standard_error=tuple(error_K.tolist()),
         num_threads=decoder.num_threads,
         costs=observed_costs(decoder, setup),
-        dynamic_yields=yields_of(counted, tokens_WB),
+        dynamic_yields=yields_of(bounds, tokens_WB),
         expert_uses=expert_uses(decoder),
     )
 

@@ -1,11 +1,13 @@
 """What a window of text shows of a pair: which candidates of the draft come true, and what trees yield.
 
 The target goes on writing from the window, since that is what decoding meets, with trees of several
-bounds in turns. Then the draft offers `NUM_RANKS` candidates at each position that was written, and
+sizes in turns. Then the draft offers `NUM_RANKS` candidates at each position that was written, and
 the rule says which one it accepts: its rank, or -1. `spectr` judges the children of a node as one
-group, so its ranks depend on how many there are; the ratio test on the same draws stands in.
+group, so its ranks depend on how many there are; the ratio test on the same draws stands in. At last
+dynamic trees are grown again along the text, which takes draft passes alone: so the tokens of each
+are counted on all that was written.
 
-V tokens of the vocabulary, K candidates, B trees.
+V tokens of the vocabulary, K candidates, P passes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from offload.drafting.base import DraftText
 from offload.drafting.static import draw_children
 from offload.engine.decoder import Decoder
 from offload.engine.sequence import TokenSequence
@@ -21,12 +24,8 @@ from offload.planning.acceptance import NUM_RANKS
 from offload.sampling.sampler import Sampler
 from offload.sampling_options import Sampling
 from offload.trees.token_tree import Proposals, TokenTree
-from offload.trees.topology import Shape, chain, sequences
-from offload.trees.verification import ratio_trials, walk
-
-# Passes in a row with one tree. The first counts for no yield: it begins where another tree ended,
-# and behind a shallow one guesses are easier.
-_TURN = 4
+from offload.trees.topology import DynamicShape, Shape, chain, sequences
+from offload.trees.verification import Acceptance, ratio_trials, walk
 
 
 def write_in_turns(
@@ -36,24 +35,52 @@ def write_in_turns(
     num_new: int,
     trees: Sequence[Shape],
     first: int = 0,
-) -> tuple[list[int], list[list[int]]]:
-    """Let the target write behind a window, with each of these trees in turn.
+) -> list[int]:
+    """Return the token ids that the target writes behind a window, with each of these trees in turn.
 
     Args:
         num_new: tokens to write; fewer where the text ends.
         first: the tree to begin with.
-
-    Returns the token ids, and for each tree the tokens of its passes.
     """
     run = decoder.run(window, sampling, max_new_tokens=num_new)
-    passes = count(first * _TURN)
-    run.sequence.follow(lambda _: trees[next(passes) // _TURN % len(trees)])
-    tokens_B: list[list[int]] = [[] for _ in trees]
-    for number, piece in enumerate(run.pieces(), first * _TURN):
-        # the end of a text cuts its last pass
-        if number % _TURN and not run.is_finished:
-            tokens_B[number // _TURN % len(trees)].append(len(piece.token_ids))
-    return run.result().token_ids, tokens_B
+    passes = count(first)
+    run.sequence.follow(lambda _: trees[next(passes) % len(trees)])
+    for _ in run:
+        pass
+    return run.result().token_ids
+
+
+def tokens_again(
+    decoder: Decoder,
+    window: Sequence[int],
+    written: Sequence[int],
+    sampling: Sampling,
+    bounds: DynamicShape,
+) -> list[int]:
+    """Return the tokens of the passes that would have written this with trees within `bounds`.
+
+    The target runs no pass, but to show a draft the states that it reads: a rule that repeats its
+    draws accepts what is written. Only passes count that cannot reach the end of what is known: each
+    is whole then, and their mean is not biased (Wald).
+    """
+    assert decoder.rule.repeats_draws, "what fresh draws accept is not known from the text"
+    sequence = decoder.begin([*window, *written], sampling)
+    _show_states(decoder, sequence)
+    at = len(window)
+    tokens = sequence.tokens
+    sampler = sequence.sampler
+    state = sequence.caches.draft
+    accepted_P = list[int]()
+    while at + bounds.depth < len(tokens):
+        (tree,) = decoder.drafter.propose([DraftText(bounds, tokens[:at], sampler, state)])
+        nodes = [0]
+        while (child := tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
+            nodes.append(child)
+        accepted = Acceptance(nodes, tokens[at : at + len(nodes)])
+        decoder.drafter.accepted(tree, accepted, sampler, state)
+        accepted_P.append(len(nodes))
+        at += len(nodes)
+    return accepted_P
 
 
 def ranks_of(

@@ -85,7 +85,7 @@ def tune(
             trees=trees_of(decoder, sampling, bounds),
         )
         traced = trace_windows(decoder, question, hooks.on_count)
-        profile = profile_of(question, traced, bounds, decoder, measured)
+        profile = profile_of(question, traced, decoder, measured)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
     return TuneResult(profile, path, choice_from(profile, sampling, setup, measured))

@@ -16,7 +16,7 @@ from offload.planning.choice import is_free_of_trees
 from offload.planning.profile import Identity, profiles_folder
 from offload.sampling_options import Sampling
 from offload.trees.spec import TreeSpec, label_of
-from offload.trees.topology import Shape, chain
+from offload.trees.topology import DynamicShape, Shape, chain
 
 # tokens of a window: those that are given, and those that are written behind them
 NUM_PROMPT = 64
@@ -40,6 +40,11 @@ class TuneQuestion:
     sampling: Sampling
     windows: tuple[tuple[int, ...], ...]
     trees: tuple[Shape, ...] = ()
+
+    @property
+    def dynamic_trees(self) -> list[DynamicShape]:
+        """The trees whose tokens are counted."""
+        return [tree for tree in self.trees if isinstance(tree, DynamicShape)]
 
     @property
     def state_path(self) -> Path:

@@ -21,7 +21,7 @@ from offload.errors import UserError
 from offload.planning.acceptance import NUM_RANKS
 from offload.planning.profile import write_atomically
 from offload.reports import tune_question
-from offload.reports.tracing import ranks_of, write_in_turns
+from offload.reports.tracing import ranks_of, tokens_again, write_in_turns
 from offload.reports.tune_question import TuneQuestion
 
 
@@ -30,7 +30,7 @@ class TracedWindow(NamedTuple):
 
     # the accepted rank at each position, or -1
     ranks: Annotated[list[Annotated[int, Meta(ge=-1, lt=NUM_RANKS)]], Meta(min_length=1)]
-    # of each of the question's trees: the tokens of its passes
+    # of each of the question's dynamic trees: the tokens of its passes
     tokens_B: list[list[Annotated[int, Meta(ge=1)]]]
 
 
@@ -83,9 +83,11 @@ def trace_window(decoder: Decoder, question: TuneQuestion, index: int) -> Traced
     """Let the target write behind one window, and rank what it wrote."""
     window = question.windows[index]
     sampling = question.sampling.later(index)
-    written, tokens_B = write_in_turns(
-        decoder, window, sampling, tune_question.NUM_NEW, question.trees, first=index
-    )
+    num_new = tune_question.NUM_NEW
+    written = write_in_turns(decoder, window, sampling, num_new, question.trees, first=index)
+    tokens_B = [
+        tokens_again(decoder, window, written, sampling, tree) for tree in question.dynamic_trees
+    ]
     return TracedWindow(ranks_of(decoder, window, written, sampling), tokens_B)
 
 
@@ -97,5 +99,5 @@ def _unfinished(question: TuneQuestion) -> list[TracedWindow]:
     except (OSError, ValueError, KeyError, MsgspecError):
         return []
     is_sound = len(traced) <= len(question.windows)
-    is_sound &= all(len(window.tokens_B) == len(question.trees) for window in traced)
+    is_sound &= all(len(window.tokens_B) == len(question.dynamic_trees) for window in traced)
     return traced if is_sound else []

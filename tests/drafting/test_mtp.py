@@ -28,7 +28,7 @@ from offload.model.taps import TapLog, Taps
 from offload.planning.acceptance import NUM_RANKS
 from offload.planning.load_options import LoadOptions
 from offload.reports.estimate import estimate
-from offload.reports.tracing import ranks_of
+from offload.reports.tracing import ranks_of, tokens_again
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape
 
@@ -290,6 +290,8 @@ def test_a_tune_scores_with_the_states_of_the_target(family: str) -> None:
         places = [int((row_V > row_V[token]).sum()) for row_V, token in zip(scores, written, strict=True)]
         wanted = [place if place < NUM_RANKS else -1 for place in places]
         assert rank_rows == wanted
+        again = tokens_again(decoder, PROMPT, written, Sampling(), DynamicShape(12, 3))
+        assert len(written) - 3 <= sum(again) <= len(written)
 
 
 BLOCK = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
