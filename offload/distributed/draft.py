@@ -28,9 +28,9 @@ from offload.distributed.orders import HEAD, Accept, DraftNodeUpdate, Grow, Gues
 from offload.distributed.runs import RowNode, UncommittedRows
 from offload.distributed.service import Acts, obey
 from offload.distributed.transport import Channel, Transport
-from offload.drafting.base import PerKindLRU
+from offload.drafting.base import DraftCalibration, PerKindLRU
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import DraftCalibration, ranked_children
+from offload.drafting.dynamic import ranked_children
 from offload.drafting.static import point_mass_scores
 from offload.engine.build import resident_model
 from offload.engine.cache_pool import num_shared

@@ -151,3 +151,34 @@ class PerKindLRU(OrderedDict[K, V]):
         value = super().__getitem__(kind)
         self.move_to_end(kind)
         return value
+
+
+_GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 12.7, 16.0)
+_START = 1.6  # the exponent before anything was observed
+# prior loss of other exponents: this many nats times the squared log of their ratio to `_START`
+_PRIOR_LOSS = 4.0
+_KEPT = 0.998  # share of all losses that is kept from one token to the next
+
+
+class DraftCalibration:
+    """The exponent beta that best foretells what the target emits, for one kind of sampling.
+
+    The chance of a child is taken to be the draft's distribution to the power beta, normalised; a
+    distilled draft is less sure than it should be, so beta is mostly above one. For each emitted
+    token every exponent of a grid pays its log-loss, old losses fade, and the one that has paid
+    least is used next.
+    """
+
+    def __init__(self) -> None:
+        self._loss_G = _PRIOR_LOSS * (torch.tensor(_GRID) / _START).log().square()
+
+    @property
+    def exponent(self) -> float:
+        return _GRID[int(self._loss_G.argmin())]
+
+    def learn(self, score_TV: Tensor, token_T: Tensor) -> None:
+        """Note tokens emitted at these scores; one that the draft ruled out tells nothing."""
+        losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T[:, None]) for beta in _GRID]
+        for loss_G in torch.cat(losses, 1).cpu():
+            if torch.isfinite(loss_G).all():
+                self._loss_G = _KEPT * self._loss_G + loss_G

@@ -20,6 +20,8 @@ from offload.model.parts import BatchPart, causal
 from offload.model.tree_model import TreeModel
 
 SCORED_CHUNK = 64  # rows of a pass of which each is scored
+# the next rows of a tree, as `Draft.run` takes them
+TreeRows = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,29 @@ class Draft:
         """Run the committed tokens that the cache lacks; return the last one's scores (1, V)."""
         for chunk in self._missing(tokens).split(self.prompt_rows):
             logits = self._run_committed(chunk, num_logits=1)
+        return self._as_wide_as_target(logits)
+
+    def catch_up_beside(self, tokens: Sequence[int], rows: TreeRows) -> Tensor:
+        """Do what `catch_up` does, and run the first W rows of the tree in its last pass.
+
+        Returns the scores (1 + W, V) of the root and of these.
+        """
+        token_W, position_W, ancestor_WW = rows
+        *before, last = self._missing(tokens).split(self.prompt_rows - len(token_W))
+        for chunk in before:
+            self._run_committed(chunk, num_logits=1)
+        num_committed = len(last)
+        num_rows = num_committed + len(token_W)
+        self._cache.expect_rows(num_committed)
+        sees_RR = causal(num_rows)
+        sees_RR[num_committed:, num_committed:] = ancestor_WW
+        position_R = torch.cat((torch.arange(num_committed) + self._cache.length, position_W))
+        token_R = self._known(torch.cat((last, token_W)))
+        num_logits = 1 + len(token_W)
+        logits = self._model.forward(
+            token_R, position_R, sees_RR, self._cache, num_logits=num_logits
+        )
+        self._cache.commit(range(num_committed), range(num_committed, num_rows))
         return self._as_wide_as_target(logits)
 
     def _missing(self, tokens: Sequence[int]) -> Tensor:
@@ -130,7 +155,7 @@ def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
     return logits_BV
 
 
-def run_together(added: Sequence[tuple[Draft, tuple[Tensor, Tensor, Tensor]]]) -> Tensor:
+def run_together(added: Sequence[tuple[Draft, TreeRows]]) -> Tensor:
     """Return scores (W, V) after the next rows of each text, as `Draft.run` takes them."""
     draft, rows = added[0]
     if len(added) == 1:

@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.drafting.draft_model import Draft, catch_up, run_together
+from offload.drafting.draft_model import Draft, TreeRows, catch_up, run_together
 from offload.drafting.lookup import NO_GUESSES, Guesses, TrieCursor, confidence
 from offload.drafting.static import point_mass_scores
 from offload.drafting.tiers import ROWS_OF_PASS, Scout, Standing, guesses_behind
@@ -115,6 +115,9 @@ _NUM_CHILDREN = 32  # children that a node may have
 _AHEAD = 4  # one row in four may be a guess that is scored before all others
 # A candidate that much less likely than the best of a pass waits: by then it may be ousted.
 _LOG_FAR = math.log(16)
+# With a scout a node is run if it is twice as likely as the last of a full tree: hardly a child of
+# any other would be better than that, and it would take a row from a guess.
+_LOG_TWICE = math.log(2)
 _NOT_RUN = -1
 _LEAST_ROOM = 32  # rows that are allocated for a text at first
 _NO_COSTS = DraftPassPolicy()
@@ -218,14 +221,10 @@ def grow_forest(
         widths: of every pass, to which those of the trees are added.
     """
     rows = _Rows(trees)
-    has_scout = trees[0].scout is not None
+    has_scout = len(trees) == 1 and trees[0].scout is not None
     best = _Best(bounds, [tree.depth for tree in trees], has_scout=has_scout)
-    picked = rows.roots()
+    picked = rows.run_roots(bounds, policy)
     expected = 0.0
-    logits_RV = catch_up([tree.draft for tree in trees], [tree.tokens for tree in trees])
-    rows.keep(picked, logits_RV, [tree.guesses.root for tree in trees])
-    if not has_scout:
-        rows.run_ahead(bounds)
     while picked.size:
         best.add(
             np.concatenate(
@@ -275,6 +274,7 @@ class _Best:
         self._num_open = most_rows(bounds.num_nodes)
         num_rows = tier_rows(bounds.num_nodes) if has_scout else self._num_open
         self._is_expanded_E = np.zeros(num_rows, dtype=bool)
+        self._log_margin = _LOG_TWICE if has_scout else 0.0
 
     def add(self, added: Candidates) -> None:
         # most of what is new would be cut at once
@@ -337,7 +337,8 @@ class _Best:
         is_open_C = self.candidates["row"] == _NOT_RUN
         is_open_C &= self.candidates["depth"] < self._depth_R[self.candidates["text"]]
         if self._is_full:
-            is_open_C &= log_f_C > log_f_C.min()  # a child of the last one would be no better
+            # a child of the last one would be no better
+            is_open_C &= log_f_C > log_f_C.min() + self._log_margin
         open_O = np.flatnonzero(is_open_C)
         count = min(
             self._bounds.pace.rows_per_pass(self._bounds.num_nodes),
@@ -375,11 +376,27 @@ class _Rows:
     def num_run(self) -> int:
         return len(self.scores)
 
-    def roots(self) -> Candidates:
+    def run_roots(self, bounds: DynamicShape, policy: DraftPassPolicy) -> Candidates:
+        """Score the roots, and the likeliest guesses behind them; return the roots."""
         roots = np.zeros(len(self._trees), dtype=_CANDIDATE)
         roots["row"] = roots["text"] = np.arange(roots.size)
         self._text_of = list(range(roots.size))
         self.local = [0] * roots.size
+        cursors = [tree.guesses.root for tree in self._trees]
+        tree = self._trees[0]
+        guessed: Sequence[Standing] = []
+        if tree.scout is not None and len(self._trees) == 1:
+            root = Standing(1.0, 0, cursors[0], tree.tokens[-1])
+            guessed = self._guessed_behind([root], bounds.num_nodes, policy)
+        if not guessed:
+            drafts = [each.draft for each in self._trees]
+            self.keep(roots, catch_up(drafts, [each.tokens for each in self._trees]), cursors)
+            self.run_ahead(bounds)
+            return roots
+        added = self._with_rows(guessed, 0, 1)
+        logits = tree.draft.catch_up_beside(tree.tokens, self._laid(0, added))
+        cursors += [node.cursor for node in guessed]
+        self.keep(np.concatenate([roots, added]), logits, cursors)
         return roots
 
     def cursors_of(self, picked: Candidates) -> list[TrieCursor]:
@@ -413,15 +430,17 @@ class _Rows:
 
     def run(self, picked: Candidates, cursors: Sequence[TrieCursor]) -> None:
         """Score candidates as the next rows, parents before their children."""
-        added = []
-        for text, nodes in _by_text(picked):
-            tree = self._trees[text]
-            first = tree.num_run
-            self._text_of += [text] * nodes.size
-            self.local += range(first, first + nodes.size)
-            rows = tree.add(nodes, [self.local[row] for row in nodes["parent"].tolist()])
-            added.append((tree.draft, rows))
+        added = [
+            (self._trees[text].draft, self._laid(text, nodes)) for text, nodes in _by_text(picked)
+        ]
         self.keep(picked, run_together(added), cursors)
+
+    def _laid(self, text: int, nodes: Candidates) -> TreeRows:
+        """Return candidates as the next rows of a text's tree."""
+        tree = self._trees[text]
+        self._text_of += [text] * nodes.size
+        self.local += range(tree.num_run, tree.num_run + nodes.size)
+        return tree.add(nodes, [self.local[row] for row in nodes["parent"].tolist()])
 
     def run_picked(self, picked: Candidates, num_nodes: int, policy: DraftPassPolicy) -> None:
         """Score candidates, and in tiers what is guessed behind them; a pass of several texts has enough rows."""
@@ -431,32 +450,39 @@ class _Rows:
         if len(self._trees) > 1 or not is_guessed:
             self.run(picked, cursors)
             return
-        local = [self.local[row] for row in picked["parent"].tolist()]
-        paths = [
-            (*tree.paths[row], token)
-            for row, token in zip(local, picked["token"].tolist(), strict=True)
-        ]
         columns = (np.exp(picked["log_f"]), picked["depth"], cursors, picked["token"])
+        above = [tree.paths[self.local[row]] for row in picked["parent"].tolist()]
         nodes = [
-            Standing(*node, path=path)
-            for node, path in zip(zip(*columns, strict=True), paths, strict=True)
+            Standing(*node, path=(*path, node[-1]))
+            for node, path in zip(zip(*columns, strict=True), above, strict=True)
         ]
-        if tree.scout is not None:
-            room = tier_rows(num_nodes) - self.num_run
-            pass_s = partial(policy.pass_s, num_nodes, self.widths)
-            behind = tree.scout.behind(tree.guesses, nodes, room, tree.depth, pass_s)
-        else:
+        guessed = self._guessed_behind(nodes, num_nodes, policy)
+        added = self._with_rows(guessed, self.num_run, picked.size)
+        cursors += [node.cursor for node in guessed]
+        self.run(np.concatenate([picked, added]), cursors)
+
+    def _guessed_behind(
+        self, nodes: Sequence[Standing], num_nodes: int, policy: DraftPassPolicy
+    ) -> list[Standing]:
+        """Return guesses behind the nodes that a lone text's next pass runs anyway."""
+        tree = self._trees[0]
+        if tree.scout is None:
             # rows in vain must leave room for a tree of the draft's own
             room = min(ROWS_OF_PASS, num_nodes - self.num_run)
-            behind = guesses_behind(tree.guesses, nodes, room, tree.depth)
-        guessed = np.zeros(len(behind), dtype=_CANDIDATE)
-        for place, node in enumerate(behind):
-            parent = self.num_run + (node.parent or 0)
-            row = self.num_run + picked.size + place
-            guessed[place] = (0.0, node.token, node.depth, parent, row, 0)
+            return guesses_behind(tree.guesses, nodes, room, tree.depth)
+        room = tier_rows(num_nodes) - max(1, self.num_run)
+        pass_s = partial(policy.pass_s, num_nodes, self.widths)
+        return tree.scout.behind(tree.guesses, nodes, room, tree.depth, pass_s)
+
+    def _with_rows(self, guessed: Sequence[Standing], first: int, num_picked: int) -> Candidates:
+        """Return guesses as candidates in the rows behind picked ones, which begin with `first`."""
+        added = np.zeros(len(guessed), dtype=_CANDIDATE)
+        for place, node in enumerate(guessed):
+            parent = first + (node.parent or 0)
+            row = first + num_picked + place
+            added[place] = (0.0, node.token, node.depth, parent, row, 0)
             self.ahead[parent, node.token] = row
-        cursors = [*cursors, *(node.cursor for node in behind)]
-        self.run(np.concatenate([picked, guessed]), cursors)
+        return added
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses of all texts in one pass."""
@@ -560,34 +586,3 @@ def _as_tree(nodes: Candidates, root: int, root_token: int, rows: _Rows) -> Toke
         row_of={index: rows.local[row] - 1 for index, row in row_of.items() if index},
         score_of={index: rows.scores[row] for index, row in row_of.items()},
     )
-
-
-_GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 12.7, 16.0)
-_START = 1.6  # the exponent before anything was observed
-# prior loss of other exponents: this many nats times the squared log of their ratio to `_START`
-_PRIOR_LOSS = 4.0
-_KEPT = 0.998  # share of all losses that is kept from one token to the next
-
-
-class DraftCalibration:
-    """The exponent beta that best foretells what the target emits, for one kind of sampling.
-
-    The chance of a child is taken to be the draft's distribution to the power beta, normalised; a
-    distilled draft is less sure than it should be, so beta is mostly above one. For each emitted
-    token every exponent of a grid pays its log-loss, old losses fade, and the one that has paid
-    least is used next.
-    """
-
-    def __init__(self) -> None:
-        self._loss_G = _PRIOR_LOSS * (torch.tensor(_GRID) / _START).log().square()
-
-    @property
-    def exponent(self) -> float:
-        return _GRID[int(self._loss_G.argmin())]
-
-    def learn(self, score_TV: Tensor, token_T: Tensor) -> None:
-        """Note tokens emitted at these scores; one that the draft ruled out tells nothing."""
-        losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T[:, None]) for beta in _GRID]
-        for loss_G in torch.cat(losses, 1).cpu():
-            if torch.isfinite(loss_G).all():
-                self._loss_G = _KEPT * self._loss_G + loss_G

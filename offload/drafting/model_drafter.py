@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.drafting.base import DraftText, PerKindLRU, root_alone
+from offload.drafting.base import DraftCalibration, DraftText, PerKindLRU, root_alone
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
+from offload.drafting.dynamic import DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.static import fill
 from offload.kernels.registry import REFERENCES, KernelSet

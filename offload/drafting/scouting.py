@@ -1,9 +1,10 @@
 """A small model as a scout below a copy: it guesses behind the rows that a pass of the copy runs.
 
-Of each node that the copy picks the scout scores the children, then those of its likeliest guesses, and
-so on, as long as a pass of its own brings more than its time would bring in the copy's. Of all guesses
-the pass takes as many as pay: the n that maximise the chances of its rows over its seconds. How long both
-models' passes take is learned from the clock, how often the copy agrees from what is emitted.
+Of each node that the copy runs, the root first, the scout scores the children, then those of its
+likeliest guesses, and so on, as long as a pass of its own brings more than its time would bring in the
+copy's. Of all guesses the pass takes as many as pay: the n that maximise the chances of its rows over
+its seconds. How long both models' passes take is learned from the clock, how often the copy agrees from
+what is emitted.
 
 Invariant: a scout's guesses only choose rows of the copy; its own rows lie in a cache of its own.
 """
@@ -33,9 +34,11 @@ from offload.trees.verification import Acceptance
 
 # of a pass of the copy
 _MOST_ROWS = 32
+# up to here rows of a copy's pass are equally cheap
+_FEW_ROWS = 16
 # What each further row of a copy's pass takes, in times of one row alone, where that was not
-# measured: integer products of a few rows on two Zen 5 cores.
-_ROW_SHARE = 0.085
+# measured: up to 12 rows of layers with 12 M weights, on a Zen 5 core.
+_ROW_SHARE = 0.05
 # nodes that a pass of the scout runs, and such passes for one of the copy
 _ROWS_OF_SCOUT = 8
 _MOST_PASSES = 8
@@ -68,12 +71,12 @@ class PassTimes:
         self._scout_s += fades * (scout_s - self._scout_s)
 
 
-def _relative(pass_s: Callable[[int], float], num_rows: int) -> float:
-    """Return the time of a copy's pass over this many rows in times of one over one row."""
-    least_s = pass_s(1)
-    if least_s <= 0:
-        return 1 + _ROW_SHARE * (num_rows - 1)
-    return max(1.0, pass_s(num_rows) / least_s)
+def _row_share(pass_s: Callable[[int], float]) -> float:
+    """Return the time of each further row of a copy's pass, in times of one row alone."""
+    one_s = pass_s(1)
+    if one_s <= 0:
+        return _ROW_SHARE
+    return max(0.0, pass_s(_FEW_ROWS) / one_s - 1) / (_FEW_ROWS - 1)
 
 
 class ScoutTree:
@@ -104,67 +107,93 @@ class ScoutTree:
     ) -> list[Standing]:
         """Return guesses worth their rows, see `Scout`."""
         began_s = time.perf_counter()
-        if self._last is not None:
-            ended_s, scout_s, size = self._last
-            self._times.saw((began_s - ended_s) / size, scout_s)
-        room = min(num_rows, _MOST_ROWS) - len(picked)
-        least = _LEAST_SHARE * max((node.chance for node in picked), default=0.0)
+        self._note_pass(began_s)
+        row_share = _row_share(pass_s)
         nodes = [*picked]
-        to_run = [*range(len(nodes))]
-        chosen: list[int] = []
-        best = 0.0
-        num_passes = 0
-        are_run = set[int]()
-        while num_passes < _MOST_PASSES and room > 0:
-            # a leaf need not be scored
-            to_run = [index for index in to_run if nodes[index].depth + 1 < depth]
-            if not to_run or not self._run([nodes[index].path for index in to_run]):
-                break
-            num_passes += 1
-            are_run |= {*to_run}
-            for index in to_run:
-                nodes += self._guesses_at(guesses, nodes[index], index, least)
-            order = sorted(range(len(picked), len(nodes)), key=lambda index: -nodes[index].chance)
-            tried, rate = self._worth(nodes, len(picked), order[:room], num_passes, pass_s)
-            if rate <= best:
-                break
-            chosen = tried
-            best = rate
-            to_run = [index for index in order[:room] if index not in are_run][:_ROWS_OF_SCOUT]
+        room = min(num_rows, _MOST_ROWS) - len(picked)
+        chosen, num_passes = self._chosen(guesses, nodes, room, depth, row_share)
         ended_s = time.perf_counter()
-        size = _relative(pass_s, len(picked) + len(chosen))
-        self._last = (ended_s, (ended_s - began_s) / max(1, num_passes), size)
+        size = 1 + row_share * (len(picked) + len(chosen) - 1)
+        scout_s = (ended_s - began_s) / max(1, num_passes)
+        # the root's pass may read a prompt as well
+        self._last = (ended_s, scout_s, size) if picked[0].depth else None
         # guesses move up behind the picked nodes, and all of them have a parent
         row_of: dict[int | None, int] = {
             index: row for row, index in enumerate([*range(len(picked)), *chosen])
         }
         return [nodes[index]._replace(parent=row_of[nodes[index].parent]) for index in chosen]
 
+    def _chosen(
+        self, guesses: Guesses, nodes: list[Standing], room: int, depth: int, row_share: float
+    ) -> tuple[Sequence[int], int]:
+        """Add guesses to picked nodes, and return the places of those that pay, and the scout's passes."""
+        num_picked = len(nodes)
+        likeliest: Sequence[int] = range(num_picked)
+        are_run = set[int]()
+        chosen: Sequence[int] = []
+        best = 0.0
+        num_passes = 0
+        while num_passes < _MOST_PASSES and room > 0:
+            # a leaf need not be scored
+            inner = (index for index in likeliest if nodes[index].depth + 1 < depth)
+            to_run = [index for index in inner if index not in are_run][:_ROWS_OF_SCOUT]
+            if not to_run or not self._run([nodes[index].path for index in to_run]):
+                break
+            num_passes += 1
+            are_run |= {*to_run}
+            for index in to_run:
+                nodes += self._guesses_at(guesses, nodes[index], index, nodes[0].chance)
+            likeliest = sorted(range(len(nodes)), key=lambda index: -nodes[index].chance)
+            guessed = [index for index in likeliest if index >= num_picked][:room]
+            tried, rate = self._worth(nodes, num_picked, guessed, num_passes, row_share)
+            if rate <= best:
+                break
+            chosen = tried
+            best = rate
+        return chosen, num_passes
+
+    def _note_pass(self, began_s: float) -> None:
+        """Learn what the copy's last pass took, which is over."""
+        if self._last is not None:
+            ended_s, scout_s, size = self._last
+            self._times.saw((began_s - ended_s) / size, scout_s)
+
     def _worth(
         self,
         nodes: Sequence[Standing],
         num_picked: int,
-        order: Sequence[int],
+        guessed: Sequence[int],
         num_passes: int,
-        pass_s: Callable[[int], float],
-    ) -> tuple[list[int], float]:
-        """Return the first guesses that bring the largest rate, and that: chances over times of a row."""
-        scouted = num_passes * self._times.ratio
+        row_share: float,
+    ) -> tuple[Sequence[int], float]:
+        """Return the first guesses that bring the largest rate, and that: chances over times of a row.
+
+        A row that the copy agrees with would be run in any case, so only others take time.
+        """
         values = accumulate(
-            (nodes[index].chance for index in order),
+            (nodes[index].chance for index in guessed),
             initial=sum(node.chance for node in nodes[:num_picked]),
         )
+        num_in_vain = accumulate(
+            (1 - nodes[index].agreement for index in guessed), initial=num_picked - 1.0
+        )
+        least = 1 + num_passes * self._times.ratio
         rates = [
-            value / (_relative(pass_s, num_rows) + scouted)
-            for num_rows, value in enumerate(values, num_picked)
+            value / (least + row_share * in_vain)
+            for value, in_vain in zip(values, num_in_vain, strict=True)
         ]
         best = int(np.argmax(rates))
-        return [*order[:best]], rates[best]
+        return guessed[:best], rates[best]
 
     def _guesses_at(
-        self, guesses: Guesses, node: Standing, index: int, least: float
+        self, guesses: Guesses, node: Standing, index: int, most: float
     ) -> list[Standing]:
-        """Return the children of a node that was run, by the scout and by other sources."""
+        """Return the children of a node that was run, by the scout and by other sources.
+
+        Args:
+            index: of the node.
+            most: the largest chance of any.
+        """
         scouted = self._children[node.path]
         chances, rest = guesses.children(node.cursor, confidence(max(scouted.values())))
         for token, share in scouted.items():
@@ -177,9 +206,10 @@ class ScoutTree:
                 token,
                 index,
                 (*node.path, token),
+                node.agreement * share,
             )
             for token, share in chances.items()
-            if node.chance * share > least
+            if node.chance * share > _LEAST_SHARE * most
         ]
 
     def _run(self, paths: Sequence[tuple[int, ...]]) -> bool:

@@ -31,6 +31,8 @@ class Standing(NamedTuple):
         chance: that its path is accepted.
         depth: edges from the root.
         parent: index of its parent among the nodes of the pass; None for a picked one.
+        path: its tokens, from below the root to its own.
+        agreement: chance that the copy agrees with all guesses down to it.
     """
 
     chance: float
@@ -38,7 +40,8 @@ class Standing(NamedTuple):
     cursor: TrieCursor
     token: int
     parent: int | None = None
-    path: tuple[int, ...] = ()  # its tokens, from below the root to its own
+    path: tuple[int, ...] = ()
+    agreement: float = 1.0
 
 
 class Scout(Protocol):

@@ -18,7 +18,7 @@ from offload.checkpoint.open import open_checkpoint
 from offload.distributed.draft import DraftTree, serve_draft
 from offload.distributed.orders import Accept, Commit, DraftNodeUpdate, Grow, Guessed, Least, Reset, Stop
 from offload.distributed.transport import Channel
-from offload.drafting.dynamic import DraftCalibration
+from offload.drafting.base import DraftCalibration
 from offload.engine.build import resident_model
 from offload.model.tree_model import TreeModel
 from offload.sampling.sampler import Sampler

@@ -11,9 +11,9 @@ from tiny import VOCAB_SIZE, Pair
 from torch import Tensor
 
 from offload.checkpoint.open import open_checkpoint
-from offload.drafting.base import DraftText
+from offload.drafting.base import DraftCalibration, DraftText
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import DraftCalibration, DraftPassPolicy, GrowingTree, grow_forest
+from offload.drafting.dynamic import DraftPassPolicy, GrowingTree, grow_forest
 from offload.drafting.lookup import NO_GUESSES, Guesses
 from offload.drafting.model_drafter import ModelDrafter
 from offload.engine.build import resident_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plans import model_shape, plan_memory
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, Pair, build, save
+from tiny import FAMILIES, VOCAB_SIZE, Pair, build, save
 
 import offload
 from offload import Request
@@ -17,10 +17,12 @@ from offload.checkpoint.open import open_checkpoint
 from offload.datastore.index import Trie
 from offload.drafting import dynamic
 from offload.drafting.base import DraftText
+from offload.drafting.draft_model import Draft
 from offload.drafting.lookup import Guesses, SourceWeights, TrieGuesses
 from offload.drafting.model_drafter import ModelDrafter
 from offload.drafting.scouting import TieredDrafter
 from offload.drafting.tiers import Standing, guesses_behind
+from offload.engine.build import resident_model
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.scheduler import write_all
@@ -165,6 +167,23 @@ def test_both_caches_hold_the_accepted_path_and_a_mix_up_shows(pair: Pair, monke
         assert worst_gap(decoder) < 1e-3
         monkeypatch.setattr(TieredDrafter, "accepted", rows_of_the_scout)
         assert worst_gap(decoder) > 1e-2
+
+
+def test_guesses_have_the_scores_of_a_pass_of_their_own_in_that_of_the_root(pair: Pair) -> None:
+    model = resident_model(open_checkpoint(pair[1]), "float32")
+    beside, apart = (Draft(model, VOCAB_SIZE, model.new_cache(80)) for _ in range(2))
+    # two children of the root and one of the first, then one of the second
+    position_U = len(PROMPT) + torch.tensor([0, 0, 1, 1])
+    sees_UU = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]).bool()
+    rows = (torch.tensor([4, 9, 5]), position_U[:3], sees_UU[:3, :3])
+    scores = beside.catch_up_beside(PROMPT, rows)
+    assert torch.allclose(scores, torch.cat((apart.catch_up(PROMPT), apart.run(*rows))), atol=1e-5)
+    later = (torch.tensor([8]), position_U, sees_UU[3:])
+    assert torch.allclose(beside.run(*later), apart.run(*later), atol=1e-5)
+    model.close()
+    with opened(pair[0], f"self:int4+{pair[1]}") as decoder:
+        decoder.generate(PROMPT, max_new_tokens=8)
+        assert decoder.drafter.widths[0] > 1, "the root was run alone"
 
 
 def test_layers_that_the_target_carries_may_be_the_scout(pair: Pair, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 import offload
 from offload.calibration import startup
 from offload.checkpoint.open import open_checkpoint
-from offload.drafting.dynamic import DraftCalibration
+from offload.drafting.base import DraftCalibration
 from offload.drafting.static import draw_children
 from offload.engine.build import resident_model
 from offload.engine.request import Request
