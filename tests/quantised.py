@@ -54,9 +54,7 @@ def save_quantised(plain: Path, name: str, directory: Path, *, max_shard_size: s
     for key, tensor in _load(plain).items():
         stored = _store(key, tensor, recipe)
         base = key.removesuffix(".weight")
-        tensors |= (
-            {key: tensor} if stored is None else {base + suffix: tensor for suffix, tensor in stored.tensors.items()}
-        )
+        tensors |= {key: tensor} if stored is None else {base + end: value for end, value in stored.tensors.items()}
         weights[key] = tensor.float() if stored is None else stored.weight
     directory.mkdir(parents=True, exist_ok=True)
     for small in plain.glob("*"):
@@ -70,9 +68,7 @@ def save_quantised(plain: Path, name: str, directory: Path, *, max_shard_size: s
 
 
 def _load(directory: Path) -> dict[str, Tensor]:
-    return {
-        key: tensor for shard in sorted(directory.glob("*.safetensors")) for key, tensor in load_file(shard).items()
-    }
+    return {key: value for shard in sorted(directory.glob("*.safetensors")) for key, value in load_file(shard).items()}
 
 
 def _store(key: str, tensor: Tensor, recipe: Recipe) -> Stored | None:

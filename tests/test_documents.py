@@ -66,11 +66,7 @@ def missing_tests(text: str) -> Iterator[str]:
     for named, name in re.findall(r"`([\w/]*\btest_\w+\.py|(?=::))(?:::(test_\w+))?`", text):
         if named:
             path = named.removeprefix("tests/")
-            results = [
-                candidate
-                for candidate in (ROOT / "tests").rglob(Path(path).name)
-                if candidate.as_posix().endswith(f"/{path}")
-            ]
+            results = [file for file in (ROOT / "tests").rglob(Path(path).name) if file.as_posix().endswith(f"/{path}")]
             source = results[0].read_text() if results else ""
         if not source or (name and f"def {name}(" not in source):
             yield f"{path}::{name}" if name else path

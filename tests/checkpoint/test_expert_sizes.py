@@ -33,9 +33,7 @@ def test_a_layer_is_its_dense_part_and_its_experts(is_stacked: bool) -> None:
 
 
 def test_stacks_of_words_come_apart_and_one_expert_is_expanded_at_a_time() -> None:
-    plain, coded = (
-        model_shape(headers) for headers in (mixture(is_stacked=True), coded_stacks(mixture(is_stacked=True)))
-    )
+    plain, coded = (model_shape(model) for model in (mixture(is_stacked=True), coded_stacks(mixture(is_stacked=True))))
     assert plain.experts is not None and coded.experts is not None
     assert coded.experts.slot_bytes == pytest.approx(plain.experts.slot_bytes / 4, rel=0.01)
     assert coded.experts.scratch_bytes == EXPERT_BYTES + 2 * 256

@@ -339,9 +339,7 @@ def test_names_of_an_index_are_checked_before_anything_is_fetched(
         headers.open_headers("org/model")
     (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     asked = list[Any]()
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda repo, **options: asked.append(options) or str(hub.folder)
-    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda _, **wish: asked.append(wish) or str(hub.folder))
     with pytest.raises(UserError, match="the index names"):
         open_checkpoint("org/model")
     assert len(asked) == 1, "small files alone"

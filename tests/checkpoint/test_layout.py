@@ -169,7 +169,7 @@ def of_its_own(target: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """As each family has them: a whole layer, the last one once more and NaN, and what joins it with the model."""
     prefix = {name: tensor for name, tensor in tensors.items() if ".layers.3." in f".{name}"}
     copies = {
-        name.replace("model.layers.3.", target): torch.full_like(tensor, torch.nan) for name, tensor in prefix.items()
+        name.replace("model.layers.3.", target): torch.full_like(kept, torch.nan) for name, kept in prefix.items()
     }
     wide = torch.ones(VOCAB_SIZE, 64)
     extra = {"eh_proj": torch.full((64, 128), torch.nan), "enorm": torch.ones(64), "embed_tokens": wide}

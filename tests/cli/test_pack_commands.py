@@ -38,7 +38,7 @@ def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
     result = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)
     assert result["is_sound"] and result["packed_bytes"] < result["source_bytes"] and 0 < result["share"] < 1
     texts = [
-        shell("generate", "-m", folder, "-p", "a", "-n", "8", "--ram", "1GiB", "-q").out for folder in (bf16, packed)
+        shell("generate", "-m", model, "-p", "a", "-n", "8", "--ram", "1GiB", "-q").out for model in (bf16, packed)
     ]
     assert texts[0] == texts[1] != ""
     outcome = shell("unpack", "-m", packed, "--out", back, "--json")

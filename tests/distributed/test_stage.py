@@ -160,9 +160,7 @@ class TinyHead:
         self.transport.send(0, Channel.DATA, Commit(list(path), list(kept)))
         self._alone.commit(path, kept)
         new = {old: row for row, old in enumerate(kept)}
-        self._rows = [
-            (self._rows[old][0], {new[seen_row] for seen_row in self._rows[old][1] - set(path)}) for old in kept
-        ]
+        self._rows = [(self._rows[old][0], {new[row] for row in self._rows[old][1] - set(path)}) for old in kept]
         self._length += len(path)
 
     def cancel(self, run: int) -> None:

@@ -146,9 +146,7 @@ def test_bytes_of_bitsandbytes(dtype: torch.dtype) -> None:
 def autoawq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
     """AutoAWQ's `dequantize_gemm` (awq/utils/packing_utils.py), as (in, out)."""
     shift = torch.arange(0, 32, 4)
-    code, zero = (
-        (packed[:, :, None] >> shift[None, None, :]).to(torch.int8).flatten(1) for packed in (qweight, qzeros)
-    )
+    code, zero = ((words[:, :, None] >> shift[None, None, :]).to(torch.int8).flatten(1) for words in (qweight, qzeros))
     order = torch.arange(code.shape[1]).view(-1, 8)[:, list(AWQ_ORDER)].flatten()
     size = len(code) // len(scales)
     code, zero = code[:, order] & 15, (zero[:, order] & 15).repeat_interleave(size, 0)

@@ -183,9 +183,7 @@ def test_they_are_part_of_the_object_and_as_many_as_there_are(decoder: Decoder) 
     result = written(decoder, {}, "8x3", num_logprobs=2)
     entries = json.loads(json.dumps(result.as_dict()["logprobs"]))
     assert [entry["token"] for entry in entries] == result.token_ids
-    assert all(entry["top"][0] == [entry["token"], entry["logprob"]] for entry in entries), (
-        "greedy text is the likeliest"
-    )
+    assert all(row["top"][0] == [row["token"], row["logprob"]] for row in entries), "greedy text is the likeliest"
     most = decoder.generate(PROMPT, max_new_tokens=2, num_logprobs=10**6).logprobs
     assert most is not None and all(len(entry.top) == VOCAB_SIZE for entry in most)
     run = decoder.start(Request(PROMPT, max_new_tokens=NUM_NEW, num_logprobs=0, tree="8x3"))

@@ -27,15 +27,8 @@ NUM_NEW = [24, 9, 40, 30, 16, 33]
 
 
 def opened(pair: Sequence[Path | None], tree: str = "none", **options: Any) -> Decoder:
-    settings = {
-        "ram": "512MiB",
-        "dtype": "float32",
-        "context": 256,
-        "profile": "none",
-        "threads": 1,
-        "invariant": False,
-    }
-    return offload.load(*pair, tree=tree, **{**settings, **options})
+    usual = {"ram": "512MiB", "dtype": "float32", "context": 256, "profile": "none", "threads": 1, "invariant": False}
+    return offload.load(*pair, tree=tree, **{**usual, **options})
 
 
 def requests(sampling: Sampling) -> list[Request]:

@@ -33,9 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """With what the link was measured; it is always as fast."""
     results = list[dict[str, Any]]()
-    monkeypatch.setattr(
-        "offload.calibration.link.link_bytes_per_s", lambda _, **options: results.append(options) or LINK
-    )
+    monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda _, **asked: results.append(asked) or LINK)
     monkeypatch.setattr("offload.calibration.rates.known_flops_per_s", lambda *_: 1e9)
     return results
 

@@ -182,9 +182,7 @@ def assert_alone_tells(whole: Path, alone: Path, *, is_folder: bool = True) -> N
     alone.mkdir()
     config = shutil.copy(whole / "config.json", alone / ("config.json" if is_folder else "any name.json"))
     described, stored = describe(str(alone if is_folder else config)), open_checkpoint(whole)
-    got, expected = (
-        {name: (e.dtype, e.shape) for name, e in checkpoint.tensors.items()} for checkpoint in (described, stored)
-    )
+    got, expected = ({name: (e.dtype, e.shape) for name, e in model.tensors.items()} for model in (described, stored))
     assert got == expected
     shapes = [model_shape(checkpoint) for checkpoint in (described, stored)]
     assert len({(s.num_weights, s.routed_weights, s.routed_share, s.kv_bytes_per_token) for s in shapes}) == 1

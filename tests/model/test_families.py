@@ -194,9 +194,7 @@ def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
         num_kept = len(held) - 1 if is_attending else 0
         assert kept == num_kept, "shapes are told rightly from the config"
         cache = decoder.begin(PROMPT, Sampling()).caches.target  # the one that was written with
-        kv_bytes = sum(
-            tensor.nbytes for layer in range(cache.num_layers) for tensor in cache.layer_states(layer).values()
-        )
+        kv_bytes = sum(held.nbytes for layer in range(cache.num_layers) for held in cache.layer_states(layer).values())
     with choices_beyond_doubt() if theirs.config.model_type in INDEXED else nullcontext():
         assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
     slots_bytes = got.plan.num_layer_slots * got.plan.layer_slot_bytes

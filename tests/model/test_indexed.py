@@ -159,7 +159,7 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     shape, cache = model_shape(checkpoint, "float32"), filled_cache(resident_model(checkpoint, "float32"))
     held = [
-        (name, tensor.nbytes) for layer in range(cache.num_layers) for name, tensor in cache.layer_states(layer).items()
+        (name, held.nbytes) for layer in range(cache.num_layers) for name, held in cache.layer_states(layer).items()
     ]
     index_bytes = sum(size for name, size in held if name == "index")
     assert index_bytes == 80 * shape.index_bytes_per_token > 0
@@ -303,9 +303,7 @@ def wanted(choice: TopK, path: list[int], query_HK: Tensor, weight_H: Tensor, st
 def chosen(rows: PathRows, paths: list[list[int]]) -> list[set[int]]:
     if rows.chosen_TS is None:
         return [{*path} for path in paths]
-    return [
-        {*path} & {*chosen_S.nonzero().flatten().tolist()} for path, chosen_S in zip(paths, rows.chosen_TS, strict=True)
-    ]
+    return [{*path} & {*row_S.nonzero().flatten().tolist()} for path, row_S in zip(paths, rows.chosen_TS, strict=True)]
 
 
 def assert_chooses(choice: TopK, num_prefix: int, num_rows: int, seed: int, num_earlier: int = 0) -> None:
@@ -315,9 +313,7 @@ def assert_chooses(choice: TopK, num_prefix: int, num_rows: int, seed: int, num_
         assert chosen_rows == wanted(choice, paths[row], query_THK[row], weight_TH[row], state_SW), row
     if got.chosen_TS is not None:
         result = ({*chosen_S.nonzero().flatten().tolist()} for chosen_S in got.chosen_TS)
-        assert all(chosen_rows <= {*path} for chosen_rows, path in zip(result, paths, strict=True)), (
-            "nothing beside the path"
-        )
+        assert all(rows <= {*path} for rows, path in zip(result, paths, strict=True)), "nothing beside the path"
 
 
 CHOICES = {"tokens": TopK(12), "pools": TopK(3, MEANS), "wide pools": TopK(2, MEANS._replace(size=8))}

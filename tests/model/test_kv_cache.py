@@ -114,9 +114,7 @@ def test_a_text_that_keeps_nothing_starts_behind_the_committed_rows_and_clear_fo
     cache.commit([], [1])
     cache.clear(2)
     assert committed(cache) == [2, 3] and cache.num_uncommitted == 0
-    states = [
-        (layer, {name: tensor.clone() for name, tensor in held.items()}) for layer, held in cache.states(9).items()
-    ]
+    states = [(layer, {name: kept.clone() for name, kept in held.items()}) for layer, held in cache.states(9).items()]
     write(cache, [6])
     cache.refill(states, 2)
     assert committed(cache) == [2, 3] and cache.num_uncommitted == 0

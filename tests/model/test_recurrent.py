@@ -353,9 +353,7 @@ def test_a_cache_takes_what_was_planned_for_it(folder: Path) -> None:
     assert isinstance(cache, RecurrentCache)
     kept = sum(tensor.nbytes for inputs in cache._kept.values() for tensor in inputs.values())
     point = cache.point_at(30)
-    assert (
-        sum(tensor.nbytes for tensor in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
-    )
+    assert sum(held.nbytes for held in [*point.tails.values(), *point.states.values()]) == shape.recurrent.state_bytes
     assert max([tensor.nbytes for tensor in point.states.values()], default=0) == shape.recurrent.largest_bytes
     assert 0 < kept <= len(PARENTS) * shape.recurrent.kept_bytes
     held = [state for layer in range(cache.num_layers) for state in cache.layer_states(layer).values()]

@@ -180,9 +180,7 @@ def test_a_plan_counts_what_a_section_has(family: str, checkpoints: Callable[[st
     assert (*first.layer_bytes, *two.layer_bytes, *three.layer_bytes) == whole.layer_bytes
     assert first.kv_bytes + two.kv_bytes + three.kv_bytes == whole.kv_bytes and two.kv_bytes == 2 * first.kv_bytes
     assert two.rest_bytes == 0 < first.rest_bytes <= three.rest_bytes < whole.rest_bytes + first.rest_bytes
-    assert two.activation_bytes == first.activation_bytes < three.activation_bytes, (
-        "a part without a head scores no row"
-    )
+    assert two.activation_bytes == first.activation_bytes < three.activation_bytes, "without a head no row is scored"
 
 
 def test_layers_that_hang_together_are_refused(tmp_path: Path) -> None:

@@ -121,11 +121,7 @@ def main(arguments: Sequence[str]) -> int:
         "--only", nargs="+", default=[""], help="mistakes against promises, or in files, with one of these in them"
     )
     options = parser.parse_args(arguments)
-    mistakes = [
-        mistake
-        for mistake in read_mistakes()
-        if any(word in f"{mistake.promise} {mistake.file}" for word in options.only)
-    ]
+    mistakes = [row for row in read_mistakes() if any(word in f"{row.promise} {row.file}" for word in options.only)]
     os.environ.update(_ALIKE)
     for name in _LIBRARIES:
         importlib.import_module(name)

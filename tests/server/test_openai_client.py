@@ -188,7 +188,7 @@ def test_a_stream_may_tell_of_passes(endless: Served) -> None:
     assert not any(figures)
     extra: Any = {"offload": {"passes": True, "tree": "chain:2"}}
     figures = [
-        getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked, extra_body=extra)
+        getattr(part, "offload", None) for part in endless.client().completions.create(**asked, extra_body=extra)
     ]
     passes = [item for item in figures if item]
     assert len(passes) > 2

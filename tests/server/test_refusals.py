@@ -191,9 +191,7 @@ def test_no_page_of_anothers_may_read(served: Served) -> None:
     answered = ask(served, CHAT, CHAT_BODY, origin="https://evil.example")
     asked = ask(served, CHAT, b"", "OPTIONS", origin="https://evil.example", access_control_request_method="POST")
     assert asked.status_code == 405
-    assert not [
-        name for response in (answered, asked) for name in response.headers if name.startswith("access-control")
-    ]
+    assert not [name for got in (answered, asked) for name in got.headers if name.startswith("access-control")]
 
 
 @pytest.mark.parametrize(

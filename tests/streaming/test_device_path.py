@@ -152,9 +152,7 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
         refusals = ["O_DIRECT", *([] if decoder.invariance.holds else [decoder.invariance.reason])]
         others = [note for note in decoder.notes if not any(refusal in note for refusal in refusals)]
         assert not others, "a file system may lack O_DIRECT, and a card the same bits for every tree, and nothing else"
-        assert decoder.comparisons and not any(comparison.reason for comparison in decoder.comparisons), (
-            "every kernel agrees"
-        )
+        assert decoder.comparisons and not any(pair.reason for pair in decoder.comparisons), "every kernel agrees"
         for tree in TREES:
             got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
             assert got.token_ids == wanted, tree

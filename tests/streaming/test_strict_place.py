@@ -119,9 +119,7 @@ def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> 
     with StrictDevice():
         model = placed_model(family, tmp_path)
     inside = {id(parameter) for parameter in model.meta_model.get_decoder().layers.parameters()}
-    rest = {
-        id(parameter): parameter for parameter in model.meta_model.parameters() if id(parameter) not in inside
-    }.values()
+    rest = {id(held): held for held in model.meta_model.parameters() if id(held) not in inside}.values()
     num_bytes = {is_here: sum(p.nbytes for p in rest if (p.device == place()) is is_here) for is_here in (True, False)}
     slack = 8 * 4096  # of blocks around what is read
     assert num_bytes[True] <= shape.head_bytes <= num_bytes[True] + slack

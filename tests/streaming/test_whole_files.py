@@ -68,9 +68,7 @@ def test_a_flipped_bit_is_named_wherever_it_is(kind: str, tmp_path: Path) -> Non
         path, name, at, bit = random_place(rng, paths)
         flip(path, at, bit)
         response = ask(model)
-        assert [(damage.file, damage.tensor) for damage in response.damage] == [(path.name, name)], (
-            f"bit {bit} of byte {at}"
-        )
+        assert [(hit.file, hit.tensor) for hit in response.damage] == [(path.name, name)], f"bit {bit} of byte {at}"
         assert not response.is_written and response.num_as_before == response.num_files - 1
         flip(path, at, bit)
     assert not ask(model).damage

@@ -110,24 +110,21 @@ def _head(path: Path, rng: random.Random) -> str:
     head = json.loads(path.read_text())
     key = rng.choice(("method", "path", "query", "headers", "headers", "headers", "headers"))
     if key == "headers":
-        at, options = (
-            rng.randrange(len(head["headers"])),
-            rng.choice(("value", "value", "drop", "double", "new", "long")),
-        )
+        at, deed = rng.randrange(len(head["headers"])), rng.choice(("value", "value", "drop", "double", "new", "long"))
         name, value = head["headers"][at]
-        if options == "drop":
+        if deed == "drop":
             del head["headers"][at]
-        elif options == "new":
+        elif deed == "new":
             head["headers"].append([rng.choice(("x-y", "cookie", "transfer-encoding", "expect", "range")), "1"])
         else:
             long = {"long": f"{value}{'x' * 70_000}", "double": value}.get(
-                options, rng.choice((*STRINGS, "Bearer", "[::1"))
+                deed, rng.choice((*STRINGS, "Bearer", "[::1"))
             )
             head["headers"].append([name, long])
             head["headers"] = (
-                head["headers"] if options == "double" else [*head["headers"][:at], *head["headers"][at + 1 :]]
+                head["headers"] if deed == "double" else [*head["headers"][:at], *head["headers"][at + 1 :]]
             )
-        done = f"{name} {options}"
+        done = f"{name} {deed}"
     else:
         usual = {"method": ("GET", "PUT", "HEAD", "OPTIONS", "DELETE", "X"), "query": ("a=b", "%ff", "x" * 9999),
             "path": ("/v1/models/%2e%2e", "/v1/models/../../x", "/health", "/metrics", "//", "/v1/chat/completions/",
