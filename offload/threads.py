@@ -18,8 +18,9 @@ from typing import NamedTuple
 _NUM_RECENT = 7  # steps whose median is the time of the mode in use
 _NUM_TRIED = 3  # steps in a row whose median judges another mode
 _HOPELESS = 1.1  # times as slow as usual: such a trial ends at its first step
-_ALIKE = 4  # times as many rows: what was found for these is where others begin
-# times the usual time that what takes more of the cores must stay below; what leaves more wins ties
+_ALIKE = 4  # steps of at most that many times as many rows begin with each other's modes
+# share of the usual time below which a mode that takes more of the cores is kept; one that takes
+# less is kept at the same time
 _MORE_BAR = 0.95
 _SLOWED = 1.2  # times as slow as when modes were last compared: something has changed
 _LOST_SHARE = 0.01  # of all time, for trials
@@ -48,8 +49,8 @@ class ThreadPolicy:
     """The modes of one decoder, with counts from a rising ladder; `start` holds at first.
 
     Args:
-        seen_s: seconds, by mode, of products like those of drafting and of sweeps, as far as they
-            were measured at start; what was slow there is tried later.
+        seen_s: seconds by mode of products like those of drafting, and of sweeps, as measured at
+            start; the slower a mode was, the later it is tried.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ThreadPolicy:
         return self._found_nearby(num_rows)
 
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
-        """Record the times of a step in these modes, not of a prompt's: that is like no other."""
+        """Record the times of a step in the modes that `modes` gave; a prompt's step is no example."""
         if num_rows not in self._choices:
             starts = zip(self._found_nearby(num_rows), self._seen_s, strict=True)
             draft, sweep = (_Choice(self._ladder, *start) for start in starts)
@@ -128,7 +129,10 @@ class _Choice:
         self._has_judged = False
 
     def took(self, seconds: float) -> bool:
-        """Return True if a trial has ended with this step."""
+        """Record the seconds of a step, and begin a trial where one is due.
+
+        Returns True if a trial has ended with this step.
+        """
         if self._move:
             self._tried.append(seconds)
             return self._judge()
@@ -156,7 +160,7 @@ class _Choice:
         return False
 
     def hear(self, other: "_Choice") -> None:
-        """Adopt the findings of steps of nearly as many rows, until a trial knows better."""
+        """Adopt the mode that steps of nearly as many rows have found, before any trial of its own."""
         if self._has_judged or self._move:
             return
         if self.usual != other.usual:
@@ -186,9 +190,10 @@ class _Choice:
         return Mode(self._ladder[at], is_asleep=True) if 0 <= at < len(self._ladder) else None
 
     def _judge(self) -> bool:
-        """End a trial by the median of a few steps, since neighbours slow some; return whether.
+        """End a trial that has had enough steps, and keep the faster mode; return True if it ended.
 
-        A mode that is much slower is given up at its first step.
+        The median of a few steps decides, since other processes slow some of them. A mode that is
+        much slower is given up at its first step.
         """
         usual_s = median(self._recent)
         tried_s = median(self._tried)

@@ -32,7 +32,7 @@ from offload.streaming.device import Device
 WITHOUT_NUMBA = (
     "weights are expanded with torch: pip install 'offload[fast]' makes that 2 to 25 times faster"
 )
-# numbers of an example: with fewer a thread's share may lack cases of the code, more take long
+# weights of an example: with fewer, a thread's share may lack some branch; more take longer
 _ENOUGH = 1 << 18
 
 

@@ -90,9 +90,11 @@ def _alike(
     rtol: float,
     atol: float,
 ) -> KernelComparison:
-    """Compare a kernel that rounds otherwise, and gives a row the same bits beside others as alone.
+    """Compare a kernel that rounds differently, but gives a row the same bits beside others as alone.
 
-    `last` has the last row alone of the first of `what`.
+    Args:
+        arguments: of both functions; the first has the rows.
+        last: the last of these rows by itself.
     """
     kernel = getattr(KERNELS, name)
 

@@ -1,8 +1,8 @@
-"""How fast a CPU multiplies, and its link reads, as far as the rows of a prompt's pass depend on it.
+"""How fast a CPU multiplies and its link reads, on which the rows of a prompt's pass depend.
 
-This is asked before memory is planned. For a GPU usual rates are taken, see `memory.prompt_rows`.
-A rate of products is kept on disk, so that a plan of what is known imports no torch. What loads
-has torch anyway and measures: the fastest rate of all stays, for a busy second only slows.
+Both rates are needed before memory is planned; a GPU is assumed to have usual ones, see
+`memory.prompt_rows`. The rate of products is kept on disk, so that a plan need not import torch. A
+load imports it anyway and measures again: the fastest rate stays, since a busy machine only slows.
 """
 
 import sys

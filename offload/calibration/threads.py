@@ -1,8 +1,9 @@
 """How fast this processor computes, tried before anything streams.
 
-The thread mode to begin with follows from the products of a step; real steps correct it. A pass is
-timed by its typical layer, with everything around the layers, and multiplied; a draft step by
-growing trees of a given width: both are curves of seconds against rows.
+Products like those of a step give the thread mode to begin with, which real steps correct. Two curves
+of seconds against rows give the costs of a step. That of a pass is the time of a typical layer,
+multiplied, with all that lies around the layers; that of a draft step comes from growing trees of a
+given width.
 """
 
 import time
@@ -30,14 +31,13 @@ from offload.threads import Mode, StepModes, ThreadPolicy, ThreadWaiting, thread
 from offload.timer import median_s, timed
 from offload.trees.topology import Topology, chain, sequences
 
-# rows of a draft step
-_TYPICAL_DRAFTED = 8
+_TYPICAL_DRAFTED = 8  # rows of a draft step
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 SWEEP_SIZES = (1, 16, 64, 256)
-# Where a pass takes long there is time for the first few alone: one row and many tell what a row
-# takes, which one and four do not.
+# In the order in which they are timed, since slow passes leave no time for all: one row and sixteen
+# tell the time of a row, one and four hardly do.
 DRAFT_WIDTHS = (1, 16, 64, 4)
 _DRAFT_STEPS = 4  # of which the first runs committed tokens
 _TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding

@@ -6,8 +6,8 @@ best for it by the default acceptance, since how fast this machine computes is n
 a mixture chooses few of many experts, on demand wins by far; where its best tree needs nearly all
 of them, both ways read the same, and whole layers are never waited for. No torch.
 
-Invariant: what is planned with is asked for once, since loading takes some of it and it changes
-while trees are compared; free memory of the host by `LoadOptions.ram_bytes`.
+Invariant: free memory is asked for once, since loading takes some of it and it changes while trees
+are compared; that of the host by `LoadOptions.ram_bytes`.
 """
 
 from dataclasses import replace

@@ -60,7 +60,7 @@ class LoadOptions(ModelOptions, ModelChoice):
 
     @classmethod
     def from_options(cls, options: ModelOptions, **extra: Any) -> "LoadOptions":
-        """Return these options, with `more` in place of theirs. Raises `UserError`."""
+        """Return these options, with `extra` in place of some. Raises `UserError`."""
         values = {
             field.name: getattr(options, field.name)
             for field in fields(cls)
