@@ -16,6 +16,7 @@ from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Row, check, medians, values
 from offload.checkpoint.packaged import PAIR, inflated_target
 from offload.engine.decoder import Decoder
+from offload.engine.request import Request
 from offload.sampling_options import Sampling
 from offload.units import parse_rate, parse_size
 
@@ -41,8 +42,8 @@ class Place(NamedTuple):
 PLACES = (Place("slow link", "250MB/s"), Place("fast link"), Place("resident", is_resident=True))
 
 
-def opened(setting: Setting, place: Place, way: str) -> Decoder:
-    """Open a decoder that drafts in this way, or by trials. Raises `UserError`."""
+def opened(setting: Setting, place: Place, way: str, sampling: Sampling) -> Decoder:
+    """Open a decoder for such texts that drafts in this way, or by trials. Raises `UserError`."""
     drafts: dict[str, Any] = {NONE: None, LOOKUP: None, SMALL: setting.draft}
     ram = setting.ram_bytes
     if place.is_resident:
@@ -54,6 +55,7 @@ def opened(setting: Setting, place: Place, way: str) -> Decoder:
         context=_CONTEXT,
         lookup=way != NONE,
         link_limit=limit,
+        request=Request(sampling=sampling),
     )
 
 
@@ -79,9 +81,9 @@ def measured(
     return row, Written.from_result(ids, got)
 
 
-def chosen_by_trials(setting: Setting, place: Place) -> str:
+def chosen_by_trials(setting: Setting, place: Place, sampling: Sampling) -> str:
     """Return the way that `auto` takes; its lookup alone is what it calls none."""
-    with opened(setting, place, "auto") as decoder:
+    with opened(setting, place, "auto", sampling) as decoder:
         (said,) = (note for note in decoder.notes if note.startswith("draft "))
     name = said.removeprefix("draft ").partition(",")[0]
     return {NONE: LOOKUP, _SMALL_FOLDER: SMALL}.get(name, name)
@@ -123,12 +125,12 @@ def main(
     for place in PLACES:
         every = list[Row]()
         for _, way in bench.turns(range(effort.rounds), WAYS, f"{place.name}: decoding"):
-            with opened(setting, place, way) as decoder:
+            with opened(setting, place, way, sampling) as decoder:
                 row, text = measured(decoder, prompt, sampling, effort)
             every.append({"way": way, **row})
             written.append(text)
         bench.screen.wait(f"{place.name}: trials")
-        choice = chosen_by_trials(setting, place)
+        choice = chosen_by_trials(setting, place, sampling)
         by_way = medians(every, "way")
         best_s = min(values(by_way, "token_s"))
         for row in by_way:
