@@ -46,6 +46,8 @@ _LEAST_S = 1e-7
 _MODES_S = 0.06
 _SWEEPS_S = 0.5
 _MAX_ROUNDS = 9
+# of a curve
+_LEAST_SIZES = 2
 
 
 class Fastest(NamedTuple):
@@ -177,15 +179,18 @@ def draft_curve(
 def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
     """Return medians of `measure` at these sizes in turn, for as long as `budget_s` lasts.
 
-    The first run of a size (on a GPU it may be recorded) counts in no median, nor as time.
+    The first run of a size (on a GPU it may be recorded) counts in no median, nor as time. Two sizes
+    are measured in any case, since one does not tell what a row takes; late ones run once.
     """
     seconds: list[float] = []
     started = time.perf_counter()
     for index, size in enumerate(sizes):
-        if index and time.perf_counter() > started + budget_s:
+        is_late = time.perf_counter() > started + budget_s
+        if is_late and index >= _LEAST_SIZES:
             break
         once = partial(measure, size)
-        started += timed(once)
+        if not is_late:
+            started += timed(once)
         share_s = budget_s * (index + 1) / len(sizes)
         seconds.append(
             median_s(once, started + share_s - time.perf_counter(), most_rounds=_MAX_ROUNDS)

@@ -211,6 +211,9 @@ def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch)
     assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=12.0) == Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
     seen.clear()
     assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=3.0).sizes == (1, 2, 4), "the budget still holds"
+    seen.clear()
+    late = probe.fill_curve(measure, (1, 2, 4, 8), budget_s=0.0)
+    assert late == Curve((1, 2), (1.0, 100.0)), "two sizes tell what a row takes, and a late one runs once"
 
 
 @pytest.mark.parametrize("row_s", [0.0, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2])
