@@ -32,10 +32,8 @@ from offload.trees.token_tree import TokenTree
 from offload.trees.topology import tier_rows
 from offload.trees.verification import Acceptance
 
-# of a pass of the copy
-_MOST_ROWS = 32
-# up to here rows of a copy's pass are equally cheap
-_FEW_ROWS = 16
+# of a pass of the copy: up to here each row is equally cheap, with more all of its words are expanded
+_MOST_ROWS = 16
 # What each further row of a copy's pass takes, in times of one row alone, where that was not
 # measured: up to 12 rows of layers with 12 M weights, on a Zen 5 core.
 _ROW_SHARE = 0.05
@@ -76,7 +74,7 @@ def _row_share(pass_s: Callable[[int], float]) -> float:
     one_s = pass_s(1)
     if one_s <= 0:
         return _ROW_SHARE
-    return max(0.0, pass_s(_FEW_ROWS) / one_s - 1) / (_FEW_ROWS - 1)
+    return max(0.0, pass_s(_MOST_ROWS) / one_s - 1) / (_MOST_ROWS - 1)
 
 
 class ScoutTree:
