@@ -74,7 +74,9 @@ def _row_share(pass_s: Callable[[int], float]) -> float:
     one_s = pass_s(1)
     if one_s <= 0:
         return _ROW_SHARE
-    return max(0.0, pass_s(_MOST_ROWS) / one_s - 1) / (_MOST_ROWS - 1)
+    share = (pass_s(_MOST_ROWS) / one_s - 1) / (_MOST_ROWS - 1)
+    # the link may hide most of one row's pass, but a further row takes no longer than a pass of its own
+    return min(1.0, max(0.0, share))
 
 
 class ScoutTree:
