@@ -5,8 +5,9 @@ one over sixteen rows some twice as long. torch's own product of this kind unpac
 every few rows, in float32.
 
 Rows are rounded to 8 bits first, with a scale for each group of columns, which is far less than what
-weights have lost at 4 bits. Words are unpacked in registers to one byte for each code, four columns in
-a lane of 32 bits, and multiplied by the bytes of each row with the processor's products of four bytes.
+weights have lost at 4 bits. Words are unpacked to one byte for each code, four columns in a lane of
+32 bits, and multiplied by the bytes of each row with the processor's products of four bytes. With
+more rows than the registers hold sums of, a group's codes wait in the cache for the next rows.
 These add up exactly within a group; groups add up in float32: a group adds scale x (sum of codes x
 bytes) + (offset - 8 scale) x (sum of bytes), both times the row's own scale.
 
@@ -130,13 +131,15 @@ def int4_rows_product(
     code = _compiled(row_MK.dtype, layout.block_rows, known)
     byte_GMk = torch.empty(num_rows * num_columns, dtype=torch.int8)
     factor_GM2 = torch.empty(2 * num_rows * num_groups, dtype=torch.float32)
-    sizes = (num_rows, num_groups, num_columns // num_groups)
+    group = num_columns // num_groups
+    sizes = (num_rows, num_groups, group)
     places = (row_MK.data_ptr(), byte_GMk.data_ptr(), factor_GM2.data_ptr())
     code.functions[_PREPARE](*places, *sizes)
     out_MN = row_MK.new_empty(num_rows, height)
     given = (byte_GMk, factor_GM2, word_NK, scale_GN2, out_MN)
     call = call_of(height // layout.block_rows, (*given, *sizes, height))
-    num_room = num_rows * layout.block_rows
+    # sums of all rows, and codes of a group in bytes
+    num_room = (num_rows + group // _FOUR) * layout.block_rows
     num_products = (num_rows + _ROWS_TO_UNPACK) * num_columns * height
     function = code.functions[_MULTIPLY]
     alone = code.functions[_ALONE]
@@ -289,6 +292,10 @@ class _Product(Code):
         self._row, self._factor, self._word, self._scale, self._out, *sizes = given
         self._num_rows, self._num_groups, self._group, self._height = sizes
         width = self._times(self._num_groups, self._group)
+        builder = self._builder
+        self._unpacked = builder.bitcast(
+            self._at(self._sums, self._times(self._num_rows, self._block_rows)), self._bytes
+        )
 
         def multiply(block: Any) -> None:
             first = self._times(block, self._block_rows)
@@ -299,9 +306,14 @@ class _Product(Code):
                 scales = self._at(self._scale, self._times(place, 2))
                 self._fetch_scales(scales)
                 begin = self._at(words, self._times(self._times(group, self._group), self._half))
-                self._each_tile(
-                    lambda row, count: self._multiply_group(group, begin, scales, row, count)
-                )
+                are_many = builder.icmp_signed(">", self._num_rows, self._index(self._tiles[0]))
+                with builder.if_else(are_many) as (if_many, if_few):
+                    with if_many:
+                        self._unpack_group(begin)
+                        self._multiply_group(group, self._unpacked_columns, scales)
+                    with if_few:
+                        unpack = partial(self._columns_of_words, begin)
+                        self._multiply_group(group, unpack, scales)
 
             self._each_tile(self._clear)
             self._each(0, self._num_groups, 1, multiply_group)
@@ -314,8 +326,9 @@ class _Product(Code):
     def _write_alone(self, multiply: Any) -> None:
         """multiply_alone(call): `multiply` with room of its own; see `ParallelKernelCall`."""
         (call,) = self._begin(_ALONE, [self._index.as_pointer()]).args
-        *_, num_rows, _, _, _ = self._arguments(call, [self._bytes] * 5 + [self._index] * 4)
-        size = self._times(num_rows, self._block_rows)
+        *_, num_rows, _, group, _ = self._arguments(call, [self._bytes] * 5 + [self._index] * 4)
+        code_rows = self._builder.udiv(group, self._index(_FOUR))
+        size = self._times(self._add(num_rows, code_rows), self._block_rows)
         room = self._builder.alloca(self._ir.FloatType(), size)
         room.align = _LINE_BYTES
         self._builder.call(multiply, [call, room])
@@ -353,7 +366,19 @@ class _Product(Code):
         for place in self._places(row, count):
             self._store(self._floats([0.0] * self._lanes), place)
 
-    def _multiply_group(self, group: Any, words: Any, scales: Any, row: Any, count: int) -> None:
+    def _multiply_group(self, group: Any, codes_at: Callable[[Any], list[Any]], scales: Any) -> None:
+        """Add the products of one group's columns to the sums of all rows.
+
+        Args:
+            codes_at: return the codes of the four columns that begin with this one of the group.
+        """
+        self._each_tile(
+            lambda row, count: self._multiply_tile(group, codes_at, scales, row, count)
+        )
+
+    def _multiply_tile(
+        self, group: Any, codes_at: Callable[[Any], list[Any]], scales: Any, row: Any, count: int
+    ) -> None:
         """Add the products of one group's columns to the sums of some rows."""
         builder = self._builder
         nths = [
@@ -365,8 +390,7 @@ class _Product(Code):
         def add_columns(at: Any, sums: Sequence[Any]) -> list[Any]:
             for step in range(0, _FOUR * _UNROLLED, _FOUR):
                 here = self._add(at, step)
-                codes = self._four_columns(self._at(words, self._times(here, self._half)))
-                sums = self._columns_added(codes, [self._at(row, here) for row in rows], sums)
+                sums = self._columns_added(codes_at(here), [self._at(row, here) for row in rows], sums)
             return list(sums)
 
         nothing = [self._ints([0] * self._lanes)] * (count * self._num_registers)
@@ -380,6 +404,28 @@ class _Product(Code):
             scaled = builder.fmul(builder.sitofp(product, self._floats), scale)
             before = self._fma(offset, row_sum, self._load(place, self._floats))
             self._store(self._fma(scaled, row_scale, before), place)
+
+    def _unpack_group(self, words: Any) -> None:
+        """Write the codes of one group's columns behind the sums, register after register."""
+
+        def unpack(at: Any) -> None:
+            place = self._at(self._unpacked, self._times(at, self._block_rows))
+            for nth, codes in enumerate(self._columns_of_words(words, at)):
+                self._store(codes, self._at(place, nth * _FOUR * self._lanes), _FOUR * self._lanes)
+
+        self._each(0, self._group, _FOUR, unpack)
+
+    def _unpacked_columns(self, at: Any) -> list[Any]:
+        """Return the codes of four columns that `_unpack_group` has written."""
+        place = self._at(self._unpacked, self._times(at, self._block_rows))
+        steps = range(0, _FOUR * self._block_rows, _FOUR * self._lanes)
+        return [
+            self._load(self._at(place, step), self._ints, _FOUR * self._lanes) for step in steps
+        ]
+
+    def _columns_of_words(self, words: Any, at: Any) -> list[Any]:
+        """Return the codes of the four columns that begin with this one of a group."""
+        return self._four_columns(self._at(words, self._times(at, self._half)))
 
     def _four_columns(self, place: Any) -> list[Any]:
         """Return the codes of four columns of a block, a byte each: a register for some rows.
