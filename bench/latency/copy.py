@@ -1,8 +1,8 @@
 """What a resident 4-bit copy of the target is worth: as a draft in tiers, and as half of the file.
 
 The packaged target is inflated, packed without loss, and packed beside its copy. In each study all
-cases are open at once and take turns, prompt by prompt, with the same memory each. A tree that is
-chosen has a decoder of its own, since passes of other trees would teach it; fixed ones share one.
+cases are open at once and take turns, prompt by prompt, with the same memory each. Each case has a
+decoder of its own, since it would learn from the passes of others.
 """
 
 import tempfile
@@ -49,12 +49,6 @@ class Case(NamedTuple):
     draft: str = COPY
     tree: str = "auto"
     lookup: bool | None = None  # None: as the program has it
-
-    @property
-    def opened(self) -> "Case":
-        """Return the case of the decoder that it shares: fixed trees have one with room for the largest."""
-        is_fixed = self.tree not in ("auto", "none")
-        return self._replace(name="", tree=_LARGEST if is_fixed else self.tree)
 
 
 class Wanted(NamedTuple):
@@ -220,18 +214,16 @@ def compare(
         with ExitStack() as stack:
             decoders = dict[Case, Decoder]()
             for case in study.cases:
-                if case.opened not in decoders:
-                    bench.screen.wait(f"{place}: opening {case.name}")
-                    decoder = opened(setting, case.opened, place)
-                    decoders[case.opened] = stack.enter_context(decoder)
+                bench.screen.wait(f"{place}: opening {case.name}")
+                decoders[case] = stack.enter_context(opened(setting, case, place))
             predicted = {
-                (case, temperature): predicted_s(decoders[case.opened], temperature)
+                (case, temperature): predicted_s(decoders[case], temperature)
                 for case, temperature in product(study.cases, study.temperatures)
             }
             rounds = product(enumerate(prompts), study.temperatures)
             for ((seed, prompt), temperature), case in bench.turns(rounds, study.cases, place):
                 sampling = Sampling(temperature=temperature, seed=seed)
-                row, text = measured(decoders[case.opened], case, prompt, sampling, effort)
+                row, text = measured(decoders[case], case, prompt, sampling, effort)
                 head = {"place": place, "temperature": temperature, "case": case.name}
                 row["predicted_s"] = predicted[case, temperature]
                 rows.append({**head, "prompt": prompt.name, **row})
