@@ -366,15 +366,15 @@ class _Product(Code):
         for place in self._places(row, count):
             self._store(self._floats([0.0] * self._lanes), place)
 
-    def _multiply_group(self, group: Any, codes_at: Callable[[Any], list[Any]], scales: Any) -> None:
+    def _multiply_group(
+        self, group: Any, codes_at: Callable[[Any], list[Any]], scales: Any
+    ) -> None:
         """Add the products of one group's columns to the sums of all rows.
 
         Args:
             codes_at: return the codes of the four columns that begin with this one of the group.
         """
-        self._each_tile(
-            lambda row, count: self._multiply_tile(group, codes_at, scales, row, count)
-        )
+        self._each_tile(lambda row, count: self._multiply_tile(group, codes_at, scales, row, count))
 
     def _multiply_tile(
         self, group: Any, codes_at: Callable[[Any], list[Any]], scales: Any, row: Any, count: int
@@ -390,7 +390,9 @@ class _Product(Code):
         def add_columns(at: Any, sums: Sequence[Any]) -> list[Any]:
             for step in range(0, _FOUR * _UNROLLED, _FOUR):
                 here = self._add(at, step)
-                sums = self._columns_added(codes_at(here), [self._at(row, here) for row in rows], sums)
+                sums = self._columns_added(
+                    codes_at(here), [self._at(row, here) for row in rows], sums
+                )
             return list(sums)
 
         nothing = [self._ints([0] * self._lanes)] * (count * self._num_registers)

@@ -8,7 +8,7 @@ with them all that a family may do to its scores.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ BIASED = "offload_tree_biased"
 _MAX_WINDOW = 1 << 31
 # bytes of a mask repeated for the heads of a group
 _MAX_MASK_BYTES = 64 << 20
+# bytes of one that is kept for the next layer: a draft's passes of a few rows
+_MAX_KEPT_BYTES = 1 << 20
 # families that use one of these keep their own eager attention
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")
 
@@ -149,8 +151,15 @@ def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
     if mask is None or group == 1:
         return mask
     if mask.shape[1] == 1:
-        return mask.repeat(1, 1, group, 1)
+        is_small = mask.device.type == "cpu" and group * mask.nbytes <= _MAX_KEPT_BYTES
+        return _repeated(mask, group) if is_small else mask.repeat(1, 1, group, 1)
     return mask.reshape(mask.shape[0], mask.shape[1] // group, group * mask.shape[2], mask.shape[3])
+
+
+@lru_cache(maxsize=2)
+def _repeated(mask: Tensor, group: int) -> Tensor:
+    """Return the mask of all heads of a group, for which each layer of a pass asks; it is in host memory."""
+    return mask.repeat(1, 1, group, 1)
 
 
 def biased_attention(
