@@ -27,7 +27,7 @@ class Ours:
         self._trees = iter(options.get("trees", ()))
         self._decoder = load(
             order.target,
-            None if "lookup" in options else order.draft,
+            None if "lookup" in options else options.get("draft", order.draft),
             ram=options.get("ram") or free_bytes(order) - _MARGIN_BYTES,
             tree=options["tree"],
             experts=options.get("experts", "auto"),

@@ -22,6 +22,7 @@ from offload.bench.harness.process import call, environment, last_line, new_cap
 from offload.bench.harness.prompts import raw_ids
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.bench.harness.tables import Column, Guard, Row
+from offload.bench.latency.quantised import BESIDE, PACKED, quantised
 from offload.bench.pairs.moe_pair import moe_setting
 from offload.bench.peers.child import Measured, Order, rate
 from offload.checkpoint.files import cache_folder, replacing
@@ -180,9 +181,13 @@ def _llama_cpp(draft_tokens: int, size: tuple[int, int], wanted: float) -> Progr
 
 
 _LLAMA_ALONE = "llama.cpp on the mmap"
+# ours with the same numbers in other files
+_FORMS = (OURS, PACKED, BESIDE)
 _ON_MAP = {"weights": "mmap"}
 PROGRAMS: dict[str, Program] = {
     OURS: _ours("auto", _DRAFTED),
+    PACKED: _ours("auto", _DRAFTED, form=PACKED),
+    BESIDE: _ours("auto", _DRAFTED, form=BESIDE, draft="self:int4"),
     "none": _ours("none", _ONE_BY_ONE, 5),
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
     "disk-assistant": _transformers(
@@ -243,7 +248,11 @@ def compare(
         outcomes.setdefault(name, []).append(outcome)
         say(_row(name, programs[name], [outcome]))
     ours, *others = [_row(name, programs[name], outcome) for name, outcome in outcomes.items()]
+    rates = {row["peer"]: row.get("tokens_per_s", 0.0) for row in (ours, *others)}
+    fastest = max(rates[name] for name in _FORMS if name in rates)
     for row in others:
+        if row["peer"] not in _FORMS and "tokens_per_s" in row:
+            row["fastest_ratio"] = fastest / row["tokens_per_s"]
         if "tokens_per_s" in ours and "tokens_per_s" in row:
             program = programs[row["peer"]]
             row["ratio"] = ours[program.figure] / row[program.figure]
@@ -262,6 +271,8 @@ def measure(program: Program, common: Common) -> Outcome:
     model = common.setting.origin
     assert draft is not None, "the packaged pair has one"
     noise = None
+    if form := program.options.get("form"):
+        target = quantised(target, form)
     try:
         if common.kind != "BF16":
             writer = interpreter_with(("gguf",), common.pythons) or python
@@ -334,6 +345,7 @@ COLUMNS = (
     Column("s/token", "s_per_token", ".3f"),
     Column("ours / it", "ratio", ".2f"),
     Column("wanted", _wanted),
+    Column("fastest of ours / it", "fastest_ratio", ".2f"),
     Column("a pass", "tokens_per_pass", ".1f"),
     Column("tokens", "num_tokens"),
     Column("prompts", "num_prompts"),
