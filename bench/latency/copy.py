@@ -15,6 +15,8 @@ from statistics import median
 from time import perf_counter
 from typing import Annotated, NamedTuple, cast
 
+import torch
+
 from offload.bench.harness.command import Bench, Effort, Findings, command, flag, one_of
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import per_pass
@@ -27,6 +29,7 @@ from offload.bench.peers.child import drop_pages
 from offload.engine.decoder import Decoder
 from offload.packing.pack import pack
 from offload.sampling_options import Sampling
+from offload.timer import timed
 
 COPY = "self:int4"
 SMALL = "small"
@@ -164,8 +167,15 @@ STUDIES = {
     ),
 }
 PACKING = "packing"
+PASSES = "passes"
+_PASS_ROWS = (1, 8, 16)
+_PASSES_A_ROUND = 5
+_READING = "reading as many bytes"
 # bytes written over the disk's own rate
 _LEAST_PACKING = 0.7
+
+
+_EVERY = (*STUDIES, PASSES, PACKING)
 
 
 def opened(setting: Setting, case: Case, place: str) -> Decoder:
@@ -258,6 +268,44 @@ def packed(bench: Bench, target: Path, rounds: int) -> list[Row]:
     return rows
 
 
+def pass_times(bench: Bench, setting: Setting, rounds: int) -> list[Row]:
+    """Return the seconds of the copy's passes by their rows, and of reading its bytes from memory."""
+    rows = list[Row]()
+    with opened(setting, Case(COPY), _FREE) as decoder:
+        model = decoder.drafter.model
+        assert model is not None, "a copy is one"
+        num_bytes = decoder.drafter.num_bytes
+        memory = torch.ones(num_bytes // 8, dtype=torch.int64)
+        cache = model.new_cache(_CONTEXT)
+        model.forward_chain(torch.arange(PROMPT_TOKENS), cache, num_logits=1)
+        cache.commit(range(PROMPT_TOKENS))
+        for number, num_rows in bench.turns(range(rounds), (0, *_PASS_ROWS), PASSES):
+
+            def work(num_rows: int = num_rows) -> None:
+                if num_rows:
+                    model.forward_chain(torch.arange(num_rows), cache)
+                    cache.commit(())
+                else:
+                    memory.sum()
+
+            seconds = min(timed(work) for _ in range(_PASSES_A_ROUND))
+            name = f"{num_rows} rows" if num_rows else _READING
+            rows.append({"case": name, "round": number, "pass_s": seconds})
+            rows[-1]["bytes_per_s"] = num_bytes / seconds
+            bench.note(rows[-1])
+    return rows
+
+
+def pass_checks(rows: Sequence[Row]) -> list[Row]:
+    """Return how long passes take beside those that bound them."""
+    seconds = {case: values(rows, "pass_s", case=case) for case in {row["case"] for row in rows}}
+    bounds = (("1 rows", _READING, 1.2), ("8 rows", "1 rows", 1.5), ("16 rows", "1 rows", 2.2))
+    return [
+        check(f"{case} / {other}", ratios(seconds[case], seconds[other]), limit, "lower")
+        for case, other, limit in bounds
+    ]
+
+
 COLUMNS = (
     Column("place", "place"),
     Column("T", "temperature", "g"),
@@ -280,6 +328,13 @@ WRITING = (
 )
 
 
+TIMES = (
+    Column("pass of the copy", "case"),
+    Column("ms", "pass_s", ".1f", 1e-3),
+    Column("its GB/s", "bytes_per_s", ".1f", 1e9),
+)
+
+
 @command(
     *("copy", "size ram source num_prompts max_tokens quick compare"),
     examples=["offload bench copy --only tiers", "offload bench copy --only pass --ram 1600MiB"],
@@ -288,7 +343,7 @@ def main(
     bench: Bench,
     only: Annotated[
         list[str] | None,
-        flag("STUDY", f"of {', '.join((*STUDIES, PACKING))}; several", "--only"),
+        flag("STUDY", f"of {', '.join(_EVERY)}; several", "--only"),
     ] = None,
     place: Annotated[
         list[str] | None, flag("PLACE", f"a limit of the link, '{_FREE}' or {_RESIDENT}; several")
@@ -296,8 +351,8 @@ def main(
     temp: Annotated[list[float] | None, flag("T", "temperature; several")] = None,
 ) -> Findings:
     """Passes, drafting and seconds of a token with a 4-bit copy of the target, in turns."""
-    one_of(only or (), (*STUDIES, PACKING), "--only")
-    chosen = only or (*STUDIES, PACKING)
+    one_of(only or (), _EVERY, "--only")
+    chosen = only or _EVERY
     effort = bench.effort(FULL, QUICK)
     effort = replace(effort, num_tokens=bench.given.max_tokens or effort.num_tokens)
     prompts = bench.prompts(effort.num_prompts)
@@ -317,6 +372,11 @@ def main(
             findings.add([{"study": name, **row} for row in rows], COLUMNS)
             checks += [each for wanted in study.wanted for each in wanted.checks(rows, runs)]
             written += texts
+        if PASSES in chosen:
+            rows = pass_times(bench, setting, effort.num_prompts + 2)
+            times = medians(rows, "case")
+            findings.add([{"study": PASSES, **row} for row in times], TIMES)
+            checks += pass_checks(rows)
         if PACKING in chosen:
             rows = packed(bench, setting.target, effort.num_prompts)
             findings.add([{"study": PACKING, **row} for row in rows], WRITING)
