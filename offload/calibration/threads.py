@@ -46,8 +46,9 @@ _LEAST_S = 1e-7
 _MODES_S = 0.06
 _SWEEPS_S = 0.5
 _MAX_ROUNDS = 9
-# of a curve
+# of a curve; a lone run that another process has cut into would count for all layers
 _LEAST_SIZES = 2
+_LEAST_ROUNDS = 3
 
 
 class Fastest(NamedTuple):
@@ -180,7 +181,7 @@ def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: 
     """Return medians of `measure` at these sizes in turn, for as long as `budget_s` lasts.
 
     The first run of a size (on a GPU it may be recorded) counts in no median, nor as time. Two sizes
-    are measured in any case, since one does not tell what a row takes; late ones run once.
+    are measured in any case, three times, since one does not tell what a row takes.
     """
     seconds: list[float] = []
     started = time.perf_counter()
@@ -191,10 +192,9 @@ def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: 
         once = partial(measure, size)
         if not is_late:
             started += timed(once)
-        share_s = budget_s * (index + 1) / len(sizes)
-        seconds.append(
-            median_s(once, started + share_s - time.perf_counter(), most_rounds=_MAX_ROUNDS)
-        )
+        left_s = started + budget_s * (index + 1) / len(sizes) - time.perf_counter()
+        least = _LEAST_ROUNDS if index < _LEAST_SIZES else 1
+        seconds.append(median_s(once, left_s, least_rounds=least, most_rounds=_MAX_ROUNDS))
     known = sorted(zip(sizes, seconds, strict=False))
     rising = np.maximum.accumulate([max(median, _LEAST_S) for _, median in known])
     return Curve(tuple(size for size, _ in known), tuple(rising.tolist()))
