@@ -11,7 +11,6 @@ file gets its name once it was read back, decoded, and found to be what was pack
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -36,7 +35,7 @@ from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
 from offload.checkpoint.safetensors import header_bytes, in_file_order, parse_header, read_header
 from offload.checkpoint.tensors import TensorEntry, with_codings
-from offload.checkpoint.whole import Damage, crc32_of_scratch
+from offload.checkpoint.whole import Damage
 from offload.encoding.base import PLAIN_OF, STORED
 from offload.encoding.exponents import (
     ALIGN_BYTES,
@@ -48,6 +47,7 @@ from offload.encoding.exponents import (
     distance_bytes,
 )
 from offload.errors import ReadError, UserError
+from offload.kernels.crc32 import crc32
 from offload.kernels.encode_exponents import ExponentWords, encode_exponents
 from offload.packing import beside
 from offload.packing.folders import FORMAT, VERSION
@@ -123,7 +123,7 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
     def whole(part: Part) -> tuple[int, np.ndarray]:
         raw = np.empty(part.num_bytes, np.uint8)
         part.fill(raw)
-        return zlib.crc32(raw.data), raw
+        return crc32(raw), raw
 
     yield from _compared(packed, whole)
 
@@ -135,7 +135,7 @@ def proved_bytes(packed: PackedFile) -> Iterator[int]:
     def size(part: Part) -> tuple[int, int]:
         raw = rooms.take(part.num_bytes)[: part.num_bytes]
         part.fill(raw)
-        return crc32_of_scratch(raw), part.num_bytes
+        return crc32(raw), part.num_bytes
 
     for _, _, num_bytes in _compared(packed, size):
         yield num_bytes
@@ -312,17 +312,17 @@ class _Writing:
         """Return a part of the source, coded or not, its checksum, and its number of bytes."""
         if way is None:
             raw = self._source.copy_of(lo, hi)
-            return raw, zlib.crc32(raw), len(raw)
+            return raw, crc32(raw), len(raw)
         (raw,) = self._source.read((lo, hi))
-        # numbers that do not lie as processors load them
-        own = raw if lo % 2 == 0 else raw.copy()
-        weight_N = torch.from_numpy(own).view(getattr(torch, STORED[entry.dtype].dtype))
+        # numbers of 16 bits have to lie at even places
+        even = raw if lo % 2 == 0 else raw.copy()
+        weight_N = torch.from_numpy(even).view(getattr(torch, STORED[entry.dtype].dtype))
         words: ExponentWords | beside.BesideWords
         if isinstance(way, str):
             words = beside.encode_beside(weight_N.view(-1, entry.shape[1]))
         else:
             words = encode_exponents(weight_N, way.top, way.width)
-        return words, crc32_of_scratch(own), len(own)
+        return words, crc32(raw), len(raw)
 
     def _add_plain(self, name: str, entry: TensorEntry, taken: Iterable[Any]) -> None:
         lo = self._end
