@@ -38,7 +38,7 @@ def crc32(data: np.ndarray, before: int = 0) -> int:
     """Return the CRC-32 of bytes (uint8), which follow others with the CRC-32 `before`."""
     num_blocks = len(data) // _BLOCK_BYTES
     if num_blocks < 2 or not can_fold():
-        return zlib.crc32(data, before)
+        return zlib.crc32(data.data, before)
     assert data.flags.c_contiguous, "bytes lie one behind the other"
     last = data[:_BLOCK_BYTES].copy()
     last[:4] ^= np.frombuffer((before ^ _START).to_bytes(4, "little"), np.uint8)
@@ -47,7 +47,7 @@ def crc32(data: np.ndarray, before: int = 0) -> int:
     call = call_of(0, (data.ctypes.data, last.ctypes.data, num_blocks))
     fold(ctypes.addressof(call))
     # what zlib begins with was added above, this start takes it back
-    return zlib.crc32(data[num_blocks * _BLOCK_BYTES :], zlib.crc32(last, _START))
+    return zlib.crc32(data[num_blocks * _BLOCK_BYTES :].data, zlib.crc32(last.data, _START))
 
 
 @cache

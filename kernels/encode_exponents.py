@@ -114,9 +114,7 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
         counts[block // U64(64)] += num_escapes - first
         if width == 4:
             for i in range(U64(512)):
-                plane[block * U64(512) + i] = U8(
-                    distance[i] | U8(distance[U64(512) + i] << U8(4))
-                )
+                plane[block * U64(512) + i] = U8(distance[i] | U8(distance[U64(512) + i] << U8(4)))
             continue
         for i in range(U64(256)):
             low = U8(U8(distance[i] & U8(3)) | U8(U8(distance[U64(256) + i] & U8(3)) << U8(2)))

@@ -6,14 +6,13 @@ it stays in memory. `encoding/residuals.py` has the tensors.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offload.checkpoint.files import PART_BYTES
-from offload.checkpoint.numbers import Form, form_of, is_finite, top_bits
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.residuals import (
     ALIGN_BYTES,
@@ -30,8 +29,6 @@ from offload.kernels.int4_blocks import FILE_LAYOUT, Int4Words, encode_int4
 from offload.kernels.residual_layout import TILE_ROWS, num_tiles
 from offload.packing.reading import PartFile
 from offload.packing.words import Part
-
-_BFLOAT16 = cast(Form, form_of("BF16"))
 
 
 def is_residual(entry: TensorEntry) -> bool:
@@ -64,12 +61,11 @@ def encode_beside(weight_NK: Tensor) -> BesideWords:
     num_columns = weight_NK.shape[1]
     group = group_of(num_columns)
     assert group is not None, "others are packed otherwise"
-    finite_NK = weight_NK
-    largest_bits = top_bits(weight_NK.flatten().view(torch.uint8).numpy(), _BFLOAT16)
-    if not is_finite(largest_bits, _BFLOAT16):
+    copy = encode_int4(weight_NK, group, FILE_LAYOUT)
+    if not copy.scale_GN2.isfinite().all():
         # one NaN would cost its group all levels
         finite_NK = torch.where(weight_NK.isfinite(), weight_NK, 0)
-    copy = encode_int4(finite_NK, group, FILE_LAYOUT)
+        copy = encode_int4(finite_NK, group, FILE_LAYOUT)
     word_BKH = copy.word_NK.view(-1, num_columns, TILE_ROWS // 2)
     return BesideWords(copy, encode_residuals(weight_NK, word_BKH, copy.scale_GN2))
 

@@ -32,11 +32,9 @@ from offload.checkpoint.files import (
     write_part,
 )
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
 from offload.checkpoint.safetensors import header_bytes, in_file_order, parse_header, read_header
 from offload.checkpoint.tensors import TensorEntry, with_codings
-from offload.checkpoint.whole import Damage
-from offload.encoding.base import PLAIN_OF, STORED
+from offload.encoding.base import STORED
 from offload.encoding.exponents import (
     ALIGN_BYTES,
     CODE,
@@ -46,7 +44,7 @@ from offload.encoding.exponents import (
     ExponentWindow,
     distance_bytes,
 )
-from offload.errors import ReadError, UserError
+from offload.errors import UserError
 from offload.kernels.crc32 import crc32
 from offload.kernels.encode_exponents import ExponentWords, encode_exponents
 from offload.packing import beside
@@ -420,35 +418,3 @@ def _header_room(portion: Portion) -> int:
             entries[name + suffix] = TensorEntry(0, "F8_E4M3", shape, _LARGEST, _LARGEST)
         sums[name] = [0] * -(-entry.num_bytes // portion.part_bytes(name))
     return len(_header(portion, entries, sums, BLOCK_BYTES))
-
-
-def undecoded(path: Path) -> list[Damage]:
-    """Return the tensors of a packed file that do not decode to the original finite numbers."""
-    try:
-        packed = read_packed(path)
-    except UserError as error:
-        return [Damage(path.name, "", str(error).removeprefix(f"{path}: "))]
-    try:
-        return _endless(packed)
-    # the error names the first damaged tensor only
-    except (UserError, ReadError):
-        damage = list[Damage]()
-    for name, entry in packed.tensors.items():
-        try:
-            damage += _endless(packed._replace(tensors={name: entry}))
-        except (UserError, ReadError):
-            damage.append(Damage(path.name, name, "does not decode to what was packed"))
-    return damage
-
-
-def _endless(packed: PackedFile) -> list[Damage]:
-    """Return tensors that are not finite. Raises `UserError` where a checksum differs."""
-    names = set[str]()
-    for name, _, raw in original_parts(packed):
-        coded = packed.tensors[name].coded
-        if coded is not None:
-            form = form_of(PLAIN_OF[coded.coding.dtype].name)
-            assert form is not None, "it is what can be packed"
-            if not is_finite(top_bits(raw, form), form):
-                names.add(name)
-    return [Damage(packed.path.name, name, NOT_FINITE) for name in packed.tensors if name in names]
