@@ -11,6 +11,7 @@ file gets its name once it was read back, decoded, and found to be what was pack
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -34,6 +35,7 @@ from offload.checkpoint.files import (
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.safetensors import header_bytes, in_file_order, parse_header, read_header
 from offload.checkpoint.tensors import TensorEntry, with_codings
+from offload.checkpoint.whole import crc32_of_scratch
 from offload.encoding.base import STORED
 from offload.encoding.exponents import (
     ALIGN_BYTES,
@@ -45,7 +47,6 @@ from offload.encoding.exponents import (
     distance_bytes,
 )
 from offload.errors import UserError
-from offload.kernels.crc32 import crc32
 from offload.kernels.encode_exponents import ExponentWords, encode_exponents
 from offload.packing import beside
 from offload.packing.folders import FORMAT, VERSION
@@ -121,7 +122,7 @@ def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
     def whole(part: Part) -> tuple[int, np.ndarray]:
         raw = np.empty(part.num_bytes, np.uint8)
         part.fill(raw)
-        return crc32(raw), raw
+        return zlib.crc32(raw.data), raw
 
     yield from _compared(packed, whole)
 
@@ -133,7 +134,7 @@ def proved_bytes(packed: PackedFile) -> Iterator[int]:
     def size(part: Part) -> tuple[int, int]:
         raw = rooms.take(part.num_bytes)[: part.num_bytes]
         part.fill(raw)
-        return crc32(raw), part.num_bytes
+        return crc32_of_scratch(raw), part.num_bytes
 
     for _, _, num_bytes in _compared(packed, size):
         yield num_bytes
@@ -310,9 +311,9 @@ class _Writing:
         """Return a part of the source, coded or not, its checksum, and its number of bytes."""
         if way is None:
             raw = self._source.copy_of(lo, hi)
-            return raw, crc32(raw), len(raw)
+            return raw, zlib.crc32(raw), len(raw)
         (raw,) = self._source.read((lo, hi))
-        # numbers of 16 bits have to lie at even places
+        # numbers that do not lie as processors load them
         even = raw if lo % 2 == 0 else raw.copy()
         weight_N = torch.from_numpy(even).view(getattr(torch, STORED[entry.dtype].dtype))
         words: ExponentWords | beside.BesideWords
@@ -320,7 +321,7 @@ class _Writing:
             words = beside.encode_beside(weight_N.view(-1, entry.shape[1]))
         else:
             words = encode_exponents(weight_N, way.top, way.width)
-        return words, crc32(raw), len(raw)
+        return words, crc32_of_scratch(even), len(even)
 
     def _add_plain(self, name: str, entry: TensorEntry, taken: Iterable[Any]) -> None:
         lo = self._end
