@@ -88,7 +88,7 @@ def _packed(number_KB: Tensor, num_bits: int) -> Tensor:
 
 @compiled
 def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: Any) -> None:
-    """Encode block by block; blocks without escapes are not searched.
+    """Encode block by block.
 
     Unsigned and narrow types let the compiler vectorise.
     """
@@ -100,7 +100,6 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
     distance = np.zeros(1024, np.uint8)
     for block in range((size + U64(1023)) // U64(1024)):
         at = block * U64(1024)
-        num_marked = U64(0)
         here = min(U64(1024), size - at)
         distance[here:] = U8(0)
         for i in range(here):
@@ -110,34 +109,47 @@ def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: A
             # wraps to more than 255 for an exponent above the top
             far = U16(top - I16(I16(bits[at + i] >> I16(7)) & I16(0xFF)))
             distance[i] = U8(min(far, mark))
-            num_marked += U64(far >= mark)
-        if num_marked:
-            counts[block // U64(64)] += num_marked
-            for i in range(here):
-                if distance[i] == mark:
-                    place = (at & U64(0xFFFF)) + i
-                    lists[0, num_escapes] = U8(place)
-                    lists[1, num_escapes] = U8(place >> U64(8))
-                    lists[2, num_escapes] = U8(bits[at + i] >> I16(7))
-                    num_escapes += U64(1)
+        first = num_escapes
+        num_escapes = _list_escapes(bits[at : at + here], at, distance, U64(mark), lists, first)
+        counts[block // U64(64)] += num_escapes - first
+        if width == 4:
+            for i in range(U64(512)):
+                plane[block * U64(512) + i] = U8(distance[i] | U8(distance[U64(512) + i] << U8(4)))
+            continue
+        for i in range(U64(256)):
+            low = U8(U8(distance[i] & U8(3)) | U8(U8(distance[U64(256) + i] & U8(3)) << U8(2)))
+            high = U8(
+                U8(distance[U64(512) + i] & U8(3)) | U8(U8(distance[U64(768) + i] & U8(3)) << U8(2))
+            )
+            plane[block * U64(384) + i] = U8(low | U8(high << U8(4)))
         for i in range(U64(128)):
-            if width == 4:
-                for run in range(U64(4)):
-                    low_distance = distance[run * U64(128) + i]
-                    other = distance[run * U64(128) + U64(512) + i]
-                    plane[block * U64(512) + run * U64(128) + i] = U8(
-                        low_distance | U8(other << U8(4))
-                    )
-            else:
-                even = U8(0)
-                odd = U8(0)
-                high = U8(0)
-                for run in range(U64(8)):
-                    low_distance = distance[run * U64(128) + i]
-                    low = U8(U8(low_distance & U8(3)) << U8(run & U64(6)))
-                    even = U8(even | low) if run % 2 == 0 else even
-                    odd = U8(odd | low) if run % 2 else odd
-                    high = U8(high | U8(U8(low_distance >> U8(2)) << U8(run)))
-                plane[block * U64(384) + i] = even
-                plane[block * U64(384) + U64(128) + i] = odd
-                plane[block * U64(384) + U64(256) + i] = high
+            byte = U8(0)
+            for run in range(U64(8)):
+                byte = U8(byte | U8(U8(distance[run * U64(128) + i] >> U8(2)) << U8(run)))
+            plane[block * U64(384) + U64(256) + i] = byte
+
+
+@compiled
+def _list_escapes(bits: Any, at: Any, distance: Any, mark: Any, lists: Any, end: Any) -> Any:
+    """Append a block's escapes to the lists, and return their new end.
+
+    Eight distances are looked at together: 0x7F more, all but a mark that was taken away have the
+    highest bit of their byte.
+    """
+    eights = distance.view(np.uint64)
+    for eight in range(U64(128)):
+        differs = U64(eights[eight] ^ U64(mark * U64(0x0101010101010101)))
+        left = U64(~U64(differs + U64(0x7F7F7F7F7F7F7F7F)) & U64(0x8080808080808080))
+        while left:
+            below = U64(U64(left & U64(U64(0) - left)) - U64(1))
+            left &= U64(left - U64(1))
+            # a bit of each byte up to the marked one, added up in the highest byte
+            ones = U64(below & U64(0x0101010101010101))
+            nth = U64(U64(ones * U64(0x0101010101010101)) >> U64(56)) - U64(1)
+            i = eight * U64(8) + nth
+            place = (at & U64(0xFFFF)) + i
+            lists[0, end] = U8(place)
+            lists[1, end] = U8(place >> U64(8))
+            lists[2, end] = U8(bits[i] >> I16(7))
+            end += U64(1)
+    return end

@@ -86,8 +86,10 @@ def encode_residuals_compiled(
     # a symbol for each weight at most, and what tiles are padded with
     most_bytes = weight_NK.numel() + tiles
     low_NK = torch.empty(num_rows, num_columns, dtype=torch.uint8)
-    near_B = torch.zeros(most_bytes // 4 + tiles + SPARE_BYTES, dtype=torch.uint8)
-    far_B = torch.zeros(most_bytes // 2 + tiles + SPARE_BYTES, dtype=torch.uint8)
+    near_B = torch.empty(most_bytes // 4 + tiles + SPARE_BYTES, dtype=torch.uint8)
+    far_B = torch.empty(most_bytes // 2 + tiles + SPARE_BYTES, dtype=torch.uint8)
+    # each symbol is written with zeros behind it, which the next one begins in
+    near_B[0] = far_B[0] = 0
     escape_3E = torch.empty(3, weight_NK.numel(), dtype=torch.uint8)
     count_3T = torch.empty(3, tiles, dtype=torch.int64)
     given = (word_BKH.contiguous(), scale_GN2.contiguous(), weight_NK.contiguous())

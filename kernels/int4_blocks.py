@@ -13,7 +13,8 @@ rows goes through its operators; compiled, a row is read once and its codes stay
 their block is complete.
 
 Invariants: the product and the expansion mean the same numbers; both ways to encode give the same
-codes, bit for bit, and none is above 15 whatever a file holds.
+codes, bit for bit, and none is above 15 whatever a file holds; the scale of a group with a number
+that is not finite is not finite.
 
 Shape letters, in this file only: N rows, a multiple of `BLOCK_ROWS`; K columns, k of a group; G
 groups of them; B blocks of R rows, H in each half.
@@ -246,17 +247,21 @@ def _encode_blocks(weight: Any, sizes: Any, extent: Any, word: Any, scale: Any) 
                     below = F32(_number_of(min(low, I32(-1))) / F32(15))
                     extent = F32(F32(_number_of(max(high, I32(0))) / F32(15)) - below)
                     index = (begin + within) // group
-                    step_bits = rounded(max(extent, least))
+                    # what is no number stays none
+                    step_bits = rounded(least if extent < least else extent)
                     step = widened(step_bits)
                     # Added to 1.5 x 2^23 a number is rounded, ties to even, into the lowest bits.
                     level = min(F32(F32(0) - F32(_number_of(min(low, I32(-1))) / step)), F32(15))
                     zero = F32(F32(level + F32(12582912)) - F32(12582912))
                     scale[index, at, U64(0)] = step_bits
                     scale[index, at, U64(1)] = rounded(F32(F32(F32(8) - zero) * step))
+                    # Within these bounds, which are whole, the level is 0 to 15 once it is rounded.
+                    least_far = F32(F32(0) - zero)
+                    most_far = F32(F32(15) - zero)
+                    whole = U8(I32(zero))
                     for i in range(group):
-                        far = min(max(F32(value[i] / step), F32(-16)), F32(16))
-                        far = F32(F32(F32(far + F32(12582912)) - F32(12582912)) + zero)
-                        nibble = U8(I32(min(max(far, F32(0)), F32(15))))
+                        far = min(max(F32(value[i] / step), least_far), most_far)
+                        nibble = U8(U8(bits_of(F32(far + F32(12582912)))) + whole)
                         code[line, within + i] |= U8(U8(nibble & U8(15)) * place)
             for first in range(U64(0), width, U64(_TILE_COLUMNS)):
                 for row in range(half):

@@ -212,7 +212,7 @@ class _ResidualCode(TileCode):
         """Write encode(call, lo, hi), which encodes rows of tiles [lo, hi).
 
         It writes low bytes, symbols, escapes, and the counts of each tile. Lists are filled from
-        their beginning; those of symbols hold zeros before.
+        their beginning; the first byte of those of symbols is zero before.
         """
         given, codes, lo, hi = self._begin_tiled(ENCODE, ENCODE_FIELDS)
         num_tiles = self._num_tiles(given)
@@ -263,10 +263,20 @@ class _ResidualCode(TileCode):
             self._mask_of("!=", builder.and_(other, self._all_shorts(bit)), 0) for bit in (1, 2, 4)
         ]
         far = builder.and_(far, near)
-        far_end = ends[1]
-        for mask in _HALVES:
-            some = builder.and_(far, self._int(mask))
-            far_end = self._write_symbols(given["far"], far_end, some, [*planes, sign])
+
+        def write_far(*masks: int) -> tuple[list[Any], list[Any]]:
+            end = ends[1]
+            for mask in masks:
+                some = builder.and_(far, self._int(mask))
+                end = self._write_symbols(given["far"], end, some, [*planes, sign])
+            return [], [end]
+
+        fit_at_once = builder.icmp_unsigned(
+            "<=", builder.call(self._set_bits, [far]), self._int(COLUMNS // 2)
+        )
+        _, (far_end,) = self._if_else_values(
+            fit_at_once, lambda: write_far(0xFFFFFFFF), lambda: write_far(*_HALVES)
+        )
         differs = builder.bitcast(builder.icmp_unsigned("!=", bits, weight), self._int)
         is_said = builder.or_(is_largest, is_further)
         unsaid = builder.and_(near, builder.not_(is_said))

@@ -296,7 +296,7 @@ def verify(
     )
     if fresh:
         # imports torch, which nothing else here needs
-        from offload.packing.format import undecoded
+        from offload.packing.damage import undecoded
 
         found_odd = (fault for path in sorted(fresh) for fault in undecoded(path))
         damage += [fault for fault in found_odd if (fault.file, fault.tensor) not in named]

@@ -331,9 +331,15 @@ def in_order(
 def read_part(fd: int, lo: int, hi: int) -> bytearray:
     """Return bytes [lo, hi), and drop them from the page cache. Raises `ReadError`."""
     data = bytearray(hi - lo)
-    view = memoryview(data)
+    read_into(fd, memoryview(data), lo, len(data))
+    os.posix_fadvise(fd, lo, hi - lo, os.POSIX_FADV_DONTNEED)
+    return data
+
+
+def read_into(fd: int, view: memoryview, lo: int, least_bytes: int) -> None:
+    """Read bytes from `lo` on, at least this many. Raises `ReadError`."""
     done = 0
-    while done < len(data):
+    while done < least_bytes:
         try:
             count = os.preadv(fd, [view[done:]], lo + done)
         except OSError as error:
@@ -343,8 +349,6 @@ def read_part(fd: int, lo: int, hi: int) -> bytearray:
         if not count:
             raise ReadError(f"a file ends at byte {lo + done}: it was cut short while in use")
         done += count
-    os.posix_fadvise(fd, lo, hi - lo, os.POSIX_FADV_DONTNEED)
-    return data
 
 
 def write_part(fd: int, data: Any, lo: int) -> None:

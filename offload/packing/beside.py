@@ -4,16 +4,15 @@ Rows are coded some tiles at a time, and decoded so. The copy lies behind all wo
 it stays in memory. `encoding/residuals.py` has the tensors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from offload.checkpoint.files import PART_BYTES, read_part
-from offload.checkpoint.numbers import Form, form_of, is_finite, top_bits
+from offload.checkpoint.files import PART_BYTES
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.residuals import (
     ALIGN_BYTES,
@@ -28,9 +27,8 @@ from offload.kernels.encode_residuals import ResidualWords, encode_residuals
 from offload.kernels.expand_residuals import expand_residuals
 from offload.kernels.int4_blocks import FILE_LAYOUT, Int4Words, encode_int4
 from offload.kernels.residual_layout import TILE_ROWS, num_tiles
-from offload.packing.words import as_tensor
-
-_BFLOAT16 = cast(Form, form_of("BF16"))
+from offload.packing.reading import PartFile
+from offload.packing.words import Part
 
 
 def is_residual(entry: TensorEntry) -> bool:
@@ -63,12 +61,11 @@ def encode_beside(weight_NK: Tensor) -> BesideWords:
     num_columns = weight_NK.shape[1]
     group = group_of(num_columns)
     assert group is not None, "others are packed otherwise"
-    finite_NK = weight_NK
-    largest_bits = top_bits(weight_NK.flatten().view(torch.uint8).numpy(), _BFLOAT16)
-    if not is_finite(largest_bits, _BFLOAT16):
+    copy = encode_int4(weight_NK, group, FILE_LAYOUT)
+    if not copy.scale_GN2.isfinite().all():
         # one NaN would cost its group all levels
         finite_NK = torch.where(weight_NK.isfinite(), weight_NK, 0)
-    copy = encode_int4(finite_NK, group, FILE_LAYOUT)
+        copy = encode_int4(finite_NK, group, FILE_LAYOUT)
     word_BKH = copy.word_NK.view(-1, num_columns, TILE_ROWS // 2)
     return BesideWords(copy, encode_residuals(weight_NK, word_BKH, copy.scale_GN2))
 
@@ -104,9 +101,9 @@ class BesideParts:
 
 
 def decoded_parts(
-    where: str, entry: TensorEntry, companions: Sequence[Tensor], fd: int
-) -> Iterator[Callable[[], np.ndarray]]:
-    """Yield what reads and decodes each part of a matrix. Raises `UserError` for another copy."""
+    where: str, entry: TensorEntry, companions: Sequence[Tensor], file: PartFile
+) -> Iterator[Part]:
+    """Yield the parts of a matrix. Raises `UserError` for another copy."""
     coding = None if entry.coded is None else entry.coded.coding
     assert isinstance(coding, Residual), "no other words were looked for"
     num_rows, num_columns = entry.shape
@@ -118,7 +115,7 @@ def decoded_parts(
     near_bytes, far_bytes, num_escapes = start_3T[:, -1].tolist()
     used_bytes = near_bytes + far_bytes + 3 * num_escapes
     symbols_lo = entry.lo + num_rows * num_columns
-    symbol_B = as_tensor(read_part(fd, symbols_lo, symbols_lo + used_bytes), torch.uint8)
+    symbol_B = torch.from_numpy(file.copy_of(symbols_lo, symbols_lo + used_bytes))
     near_B, far_B, escape_B = symbol_B.split((near_bytes, far_bytes, 3 * num_escapes))
     list_3E = escape_B.view(3, -1)
     blocks_per_tile = TILE_ROWS // (2 * ready["word"].shape[2])
@@ -134,18 +131,19 @@ def decoded_parts(
             ready["scale"][:, row : row + (blocks.stop - blocks.start) * TILE_ROWS],
         )
         place = (entry.lo + row * num_columns, entry.lo + after * num_columns)
-        yield partial(_decoded, fd, place, part_B, copy, part_3T - part_3T[:, :1])
+        fill = partial(_decode, file, place, part_B, copy, part_3T - part_3T[:, :1])
+        yield Part(2 * (place[1] - place[0]), fill)
 
 
-def _decoded(
-    fd: int,
+def _decode(
+    file: PartFile,
     place: tuple[int, int],
     symbol_B: Tensor,
     copy: tuple[Tensor, Tensor],
     start_3T: Tensor,
-) -> np.ndarray:
+    out: np.ndarray,
+) -> None:
     """Decode the rows whose low bytes lie at this place of the file."""
-    low_B = torch.frombuffer(read_part(fd, *place), dtype=torch.uint8)
-    out_NK = torch.empty(len(low_B), dtype=torch.bfloat16).view(-1, copy[0].shape[1])
-    expand_residuals(torch.cat((low_B, symbol_B)), *copy, start_3T, out_NK)
-    return out_NK.flatten().view(torch.uint8).numpy()
+    (stored,) = file.read(place, behind=symbol_B.numpy())
+    out_NK = torch.from_numpy(out).view(torch.bfloat16).view(-1, copy[0].shape[1])
+    expand_residuals(torch.from_numpy(stored), *copy, start_3T, out_NK)

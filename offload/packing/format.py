@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,16 +29,14 @@ from offload.checkpoint.files import (
     in_order,
     opened,
     parts,
-    read_part,
     replacing,
     write_part,
 )
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
 from offload.checkpoint.safetensors import header_bytes, in_file_order, parse_header, read_header
 from offload.checkpoint.tensors import TensorEntry, with_codings
-from offload.checkpoint.whole import Damage
-from offload.encoding.base import PLAIN_OF, STORED
+from offload.checkpoint.whole import crc32_of_scratch
+from offload.encoding.base import STORED
 from offload.encoding.exponents import (
     ALIGN_BYTES,
     CODE,
@@ -48,16 +46,18 @@ from offload.encoding.exponents import (
     ExponentWindow,
     distance_bytes,
 )
-from offload.errors import ReadError, UserError
+from offload.errors import UserError
 from offload.kernels.encode_exponents import ExponentWords, encode_exponents
 from offload.packing import beside
 from offload.packing.folders import FORMAT, VERSION
 from offload.packing.forecast import by_expert, stack_of
-from offload.packing.words import decoded_parts, read_tensor
+from offload.packing.reading import PartFile, Rooms, parts_of
+from offload.packing.words import Part, decoded_parts, read_tensor
 
 # name endings of the tensors that store one weight; the longest first, as some end alike
 _SUFFIXES = (*beside.SUFFIXES, *WORDS, CODE)
 OnBytes = Callable[[int], None]
+_Decoded = TypeVar("_Decoded")
 
 _ABOUT = "16 bits without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
 _KEPT_TYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.int64: "I64"}
@@ -118,27 +118,50 @@ def source_name(stored: str) -> str:
 
 def original_parts(packed: PackedFile) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield name, offset and bytes of original parts. Raises `UserError` for a false sum."""
-    with opened(packed.path, os.O_RDONLY) as fd:
 
-        def jobs() -> Iterator[tuple[str, int, int, Callable[[], np.ndarray]]]:
+    def whole(part: Part) -> tuple[int, np.ndarray]:
+        raw = np.empty(part.num_bytes, np.uint8)
+        part.fill(raw)
+        return zlib.crc32(raw.data), raw
+
+    yield from _compared(packed, whole)
+
+
+def proved_bytes(packed: PackedFile) -> Iterator[int]:
+    """Decode all parts, and yield the bytes of each. Raises `UserError` for a false sum."""
+    rooms = Rooms()
+
+    def size(part: Part) -> tuple[int, int]:
+        raw = rooms.take(part.num_bytes)[: part.num_bytes]
+        part.fill(raw)
+        return crc32_of_scratch(raw), part.num_bytes
+
+    for _, _, num_bytes in _compared(packed, size):
+        yield num_bytes
+
+
+def _compared(
+    packed: PackedFile, decode: Callable[[Part], tuple[int, _Decoded]]
+) -> Iterator[tuple[str, int, _Decoded]]:
+    """Yield name, offset and what `decode` makes of each part. Raises `UserError` for a false sum.
+
+    `decode` returns the sum of a part's original bytes as well.
+    """
+    with parts_of(packed.path) as file:
+
+        def jobs() -> Iterator[tuple[str, int, int, Part]]:
             for name, entry in packed.tensors.items():
-                where = f"{packed.path}: {name}"
-                parts_of_it = _parts_of(where, entry, fd)
-                size_bytes = (
-                    beside.part_bytes(entry.shape) if beside.is_residual(entry) else PART_BYTES
-                )
-                yield from (
-                    (name, at * size_bytes, at, take) for at, take in enumerate(parts_of_it)
-                )
+                at = 0
+                for index, part in enumerate(_parts_of(f"{packed.path}: {name}", entry, file)):
+                    yield name, at, index, part
+                    at += part.num_bytes
 
-        def work(
-            name: str, lo: int, index: int, take: Callable[[], np.ndarray]
-        ) -> tuple[str, int, np.ndarray]:
-            raw = take()
-            if [zlib.crc32(raw.data)] != [*packed.sums[name][index : index + 1]]:
+        def work(name: str, lo: int, index: int, part: Part) -> tuple[str, int, _Decoded]:
+            own_sum, decoded = decode(part)
+            if [own_sum] != [*packed.sums[name][index : index + 1]]:
                 complaint = f"{packed.path}: {name} does not decode to what was packed"
                 raise UserError(f"{complaint}: {DAMAGED}")
-            return name, lo, raw
+            return name, lo, decoded
 
         yield from in_order(work, jobs(), _NUM_READING)
 
@@ -164,22 +187,22 @@ def write_original(path: Path, packed: Iterable[PackedFile], on_bytes: OnBytes) 
         os.fsync(out)
 
 
-def _parts_of(where: str, entry: TensorEntry, fd: int) -> Iterator[Callable[[], np.ndarray]]:
-    """Yield what reads each part of a tensor. Raises `UserError` where it cannot be decoded."""
+def _parts_of(where: str, entry: TensorEntry, file: PartFile) -> Iterator[Part]:
+    """Yield the parts of a tensor. Raises `UserError` where it cannot be decoded."""
     if entry.coded is None:
-        return _plain_parts(entry, fd)
-    companions = [read_tensor(fd, companion) for _, companion in entry.companions]
+        return _plain_parts(entry, file)
+    companions = [read_tensor(file, companion) for _, companion in entry.companions]
     decode = beside.decoded_parts if beside.is_residual(entry) else decoded_parts
-    return decode(where, entry, companions, fd)
+    return decode(where, entry, companions, file)
 
 
-def _plain_parts(entry: TensorEntry, fd: int) -> Iterator[Callable[[], np.ndarray]]:
-    """Yield what reads each part of a tensor that is stored as it was."""
+def _plain_parts(entry: TensorEntry, file: PartFile) -> Iterator[Part]:
+    """Yield the parts of a tensor that is stored as it was."""
 
-    def take(lo: int, hi: int) -> np.ndarray:
-        return np.frombuffer(read_part(fd, lo, hi), np.uint8)
+    def fill(lo: int, hi: int, out: np.ndarray) -> None:
+        (out[:],) = file.read((lo, hi))
 
-    yield from (partial(take, *part) for part in parts(entry.lo, entry.hi))
+    yield from (Part(hi - lo, partial(fill, lo, hi)) for lo, hi in parts(entry.lo, entry.hi))
 
 
 def _origin(text: str) -> Origin:
@@ -224,7 +247,7 @@ def write_packed(path: Path, portion: Portion, on_bytes: OnBytes, turn: Lock) ->
     """
     with replacing(path) as scratch:
         with (
-            opened(portion.path, os.O_RDONLY) as source,
+            parts_of(portion.path) as source,
             opened(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as out,
         ):
             with turn:
@@ -232,14 +255,14 @@ def write_packed(path: Path, portion: Portion, on_bytes: OnBytes, turn: Lock) ->
             os.fsync(out)
             # what is read back shall come from the disk
             os.posix_fadvise(out, 0, 0, os.POSIX_FADV_DONTNEED)
-        for _, _, raw in original_parts(read_packed(scratch)):
-            on_bytes(len(raw))
+        for num_bytes in proved_bytes(read_packed(scratch)):
+            on_bytes(num_bytes)
 
 
 class _Writing:
     """A packed file under way: data first, then the header into the room left for it."""
 
-    def __init__(self, out: int, source: int, portion: Portion) -> None:
+    def __init__(self, out: int, source: PartFile, portion: Portion) -> None:
         self._out = out
         self._source = source
         self._portion = portion
@@ -284,20 +307,21 @@ class _Writing:
 
     def _encode_part(
         self, entry: TensorEntry, lo: int, hi: int, way: ExponentWindow | str | None = None
-    ) -> tuple[ExponentWords | beside.BesideWords | bytearray, int, int]:
+    ) -> tuple[ExponentWords | beside.BesideWords | np.ndarray, int, int]:
         """Return a part of the source, coded or not, its checksum, and its number of bytes."""
-        raw = read_part(self._source, lo, hi)
         if way is None:
+            raw = self._source.copy_of(lo, hi)
             return raw, zlib.crc32(raw), len(raw)
-        weight_N = torch.frombuffer(raw, dtype=getattr(torch, STORED[entry.dtype].dtype))
+        (raw,) = self._source.read((lo, hi))
+        # numbers that do not lie as processors load them
+        even = raw if lo % 2 == 0 else raw.copy()
+        weight_N = torch.from_numpy(even).view(getattr(torch, STORED[entry.dtype].dtype))
+        words: ExponentWords | beside.BesideWords
         if isinstance(way, str):
-            return (
-                beside.encode_beside(weight_N.view(-1, entry.shape[1])),
-                zlib.crc32(raw),
-                len(raw),
-            )
-        words = encode_exponents(weight_N, way.top, way.width)
-        return words, zlib.crc32(raw), len(raw)
+            words = beside.encode_beside(weight_N.view(-1, entry.shape[1]))
+        else:
+            words = encode_exponents(weight_N, way.top, way.width)
+        return words, crc32_of_scratch(even), len(even)
 
     def _add_plain(self, name: str, entry: TensorEntry, taken: Iterable[Any]) -> None:
         lo = self._end
@@ -395,35 +419,3 @@ def _header_room(portion: Portion) -> int:
             entries[name + suffix] = TensorEntry(0, "F8_E4M3", shape, _LARGEST, _LARGEST)
         sums[name] = [0] * -(-entry.num_bytes // portion.part_bytes(name))
     return len(_header(portion, entries, sums, BLOCK_BYTES))
-
-
-def undecoded(path: Path) -> list[Damage]:
-    """Return the tensors of a packed file that do not decode to the original finite numbers."""
-    try:
-        packed = read_packed(path)
-    except UserError as error:
-        return [Damage(path.name, "", str(error).removeprefix(f"{path}: "))]
-    try:
-        return _endless(packed)
-    # the error names the first damaged tensor only
-    except (UserError, ReadError):
-        damage = list[Damage]()
-    for name, entry in packed.tensors.items():
-        try:
-            damage += _endless(packed._replace(tensors={name: entry}))
-        except (UserError, ReadError):
-            damage.append(Damage(path.name, name, "does not decode to what was packed"))
-    return damage
-
-
-def _endless(packed: PackedFile) -> list[Damage]:
-    """Return tensors that are not finite. Raises `UserError` where a checksum differs."""
-    names = set[str]()
-    for name, _, raw in original_parts(packed):
-        coded = packed.tensors[name].coded
-        if coded is not None:
-            form = form_of(PLAIN_OF[coded.coding.dtype].name)
-            assert form is not None, "it is what can be packed"
-            if not is_finite(top_bits(raw, form), form):
-                names.add(name)
-    return [Damage(packed.path.name, name, NOT_FINITE) for name in packed.tensors if name in names]

@@ -22,6 +22,7 @@ from offload.checkpoint.files import (
     Progress,
     Stamp,
     counter,
+    in_order,
     opened,
     stamp_of,
     write_json,
@@ -57,7 +58,7 @@ from offload.packing.format import (
     Origin,
     PackedFile,
     Portion,
-    original_parts,
+    proved_bytes,
     read_packed,
     source_name,
     write_original,
@@ -275,8 +276,8 @@ def verify(model: Path, *, progress: Progress) -> PackResult:
     count = counter(sum(portions[0].origin.num_bytes for portions in files.values()), progress)
     for portions in files.values():
         for packed in portions:
-            for _, _, raw in original_parts(packed):
-                count(len(raw))
+            for num_bytes in proved_bytes(packed):
+                count(num_bytes)
     return _result_of(folder, 0)
 
 
@@ -334,19 +335,20 @@ def _expected_bytes(portion: Portion) -> int:
 
 def _windows(path: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, ExponentWindow]:
     """Return the windows of the tensors that coding makes smaller."""
+    packable = {name: entry for name, entry in tensors.items() if is_packable(name, entry)}
     # the window of a stack's first expert serves all of them
-    of_stacks = dict[str, ExponentWindow]()
-    windows = dict[str, ExponentWindow]()
+    stacks = dict[str, TensorEntry]()
+    for name, entry in packable.items():
+        stacks.setdefault(stack_of(name), entry)
     with opened(path, os.O_RDONLY) as fd:
-        for name, entry in tensors.items():
-            if not is_packable(name, entry):
-                continue
-            stack = stack_of(name)
-            if stack not in of_stacks:
-                of_stacks[stack] = window_of(fd, entry)
-            if coded_bytes(entry, of_stacks[stack]) < entry.num_bytes:
-                windows[name] = of_stacks[stack]
-    return windows
+        sampled = in_order(window_of, ((fd, entry) for entry in stacks.values()), _AT_ONCE)
+        of_stacks = dict(zip(stacks, sampled, strict=True))
+    windows = {name: of_stacks[stack_of(name)] for name in packable}
+    return {
+        name: window
+        for name, window in windows.items()
+        if coded_bytes(packable[name], window) < packable[name].num_bytes
+    }
 
 
 def _is_done(path: Path, portion: Portion) -> bool:

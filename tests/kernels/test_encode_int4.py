@@ -81,6 +81,8 @@ def test_what_is_no_number_spoils_its_own_group_alone(encode) -> None:
     words = (spoilt.word_NK.view(128, 32), good.word_NK.view(128, 32))
     assert torch.equal(*(word[:, 5:] for word in words))
     assert torch.equal(*(word >> 4 for word in words)), "rows of the upper half are other ones"
+    scale_GN = spoilt.scale_GN2[..., 0]
+    assert (~scale_GN.isfinite()).nonzero().tolist() == [[0, 3], [0, 4]], "what is no number does not show"
 
 
 HERE = layout_for(torch.device("cpu"))
