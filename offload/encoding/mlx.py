@@ -72,7 +72,7 @@ def _recognise(
         return None
     require(stored, (_SCALES,), _WORDS)
     requirement = "weights of MLX must have no scale per tensor"
-    must(_WHOLE not in stored, requirement, f"have a {_WHOLE}", "convert without --global-scale")
+    must(_WHOLE not in stored, requirement, f"have a {_WHOLE}", "convert in mode mxfp4 or affine")
     scales = stored[_SCALES]
     *rows, num_words = words.shape
     requirement = f"{_WORDS} and {_SCALES} must be rows, or stacks of them"
