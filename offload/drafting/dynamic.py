@@ -51,17 +51,21 @@ _MOST_STEPS = 32  # steps over which the mean of tokens is taken
 class DraftPassPolicy:
     """Decides whether another draft pass pays, and how many nodes are worth their rows.
 
-    A pass that ends while the link still fills the slots is free. Any other has to bring
-    tokens at the rate at which a step brings them: tokens per step / seconds of a step * seconds of
-    the pass. The gain of the last pass stands for that of the next one, since passes bring less and
-    less. Where nothing was measured, every pass pays. The decision looks at proposed tokens, so it
-    is only for trees that may. One policy serves one kind of sampling.
+    A pass that ends while the link still fills the slots is free. Any other has to bring tokens at
+    the rate of all steps so far, their tokens over their seconds: that is what the time would bring
+    in the next step. The rate of this step alone would end drafting early, since a step of few
+    passes is short. The gain of the last pass stands for that of the next one, since passes bring
+    less and less. Where nothing was measured, every pass pays. The decision looks at proposed
+    tokens, so it is only for trees that may. One policy serves one kind of sampling.
     """
 
     def __init__(self, step_s: StepSeconds = lambda *_: 1.0) -> None:
         self._step_s = step_s
         self._tokens_per_step = 0.0
+        self._seconds_per_step = 0.0
         self._num_steps = 0
+        # of the step whose tree was grown last
+        self._grown_s = 0.0
 
     def pays(self, gain: float, num_rows: int, draft_widths: Sequence[int]) -> bool:
         """Return True if one more pass like the last one is worth its time.
@@ -73,7 +77,9 @@ class DraftPassPolicy:
         """
         so_far_s = self._step_s(num_rows, draft_widths)
         then_s = self._step_s(num_rows, [*draft_widths, draft_widths[-1]])
-        return then_s <= so_far_s or gain * so_far_s >= self._tokens_per_step * (then_s - so_far_s)
+        # before any step was timed, as if all took as long as this one
+        rate = self._tokens_per_step / (self._seconds_per_step or so_far_s)
+        return gain >= rate * (then_s - so_far_s)
 
     def pass_s(self, num_rows: int, draft_widths: Sequence[int], width: int) -> float:
         """Return the seconds that one more draft pass over `width` rows takes; 0 where not known."""
@@ -83,7 +89,7 @@ class DraftPassPolicy:
     def num_rows(
         self, chances: NDArray[np.float64], draft_widths: Sequence[int], num_roots: int = 1
     ) -> int:
-        """Count the rows that bring the most tokens for their time: roots and best nodes.
+        """Count the rows that bring the most tokens beyond what their time brings: roots and best nodes.
 
         Args:
             chances: of the nodes below the roots to be accepted, falling.
@@ -93,22 +99,29 @@ class DraftPassPolicy:
         sizes = [size for size in SIZES if num_roots <= size < most] + [most]
         seconds = np.array([self._step_s(size, draft_widths) for size in sizes])
         tokens = np.cumsum([float(num_roots), *chances])[np.array(sizes) - num_roots]
-        rates = tokens / seconds
-        # of equal rates the largest size
-        return sizes[len(sizes) - 1 - int(rates[::-1].argmax())]
+        worth = tokens / seconds
+        if self._seconds_per_step:
+            worth = tokens - self._tokens_per_step / self._seconds_per_step * seconds
+        # of equally good ones the largest size
+        return sizes[len(sizes) - 1 - int(worth[::-1].argmax())]
 
     def together_with(self, others: Iterable["DraftPassPolicy"]) -> "DraftPassPolicy":
         """Return the policy of a step for several texts, which brings the sum of their tokens."""
         joint = DraftPassPolicy(self._step_s)
-        joint._tokens_per_step = self._tokens_per_step + sum(
-            other._tokens_per_step for other in others
-        )
+        every = [self, *others]
+        joint._tokens_per_step = sum(policy._tokens_per_step for policy in every)
+        joint._seconds_per_step = max(policy._seconds_per_step for policy in every)
         return joint
+
+    def has_grown(self, num_rows: int, draft_widths: Sequence[int]) -> None:
+        """Note the rows of a step's passes, of all its texts."""
+        self._grown_s = self._step_s(num_rows, draft_widths)
 
     def learn(self, num_tokens: int) -> None:
         """Note that a step has brought `num_tokens`; steps of long ago fade."""
         self._num_steps = min(self._num_steps + 1, _MOST_STEPS)
         self._tokens_per_step += (num_tokens - self._tokens_per_step) / self._num_steps
+        self._seconds_per_step += (self._grown_s - self._seconds_per_step) / self._num_steps
 
 
 _NUM_CHILDREN = 32  # children that a node may have

@@ -123,6 +123,9 @@ class ModelDrafter:
                 policy.together_with(others) if others else policy,
                 widths,
             )
+            num_rows = sum(tree.num_nodes for tree in forest)
+            for tree in growing.values():
+                self.policy(tree.sampler).has_grown(num_rows, widths)
             grown |= zip(growing, forest, strict=True)
         self.widths = widths
         return [grown[index] for index in range(len(batch))]

@@ -104,6 +104,21 @@ def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampl
     assert set(tree.score_of_node) == {0, *tree.row_of_node}
 
 
+def test_a_pass_has_to_bring_what_the_time_of_whole_steps_has_brought() -> None:
+    """The rate of a step that has only begun is too high: it would end trees of costly drafts at their root."""
+    worth = DraftPassPolicy(lambda num_rows, widths: 1.0 + 0.125 * len(widths) + num_rows / 64)
+    worth.has_grown(64, [8] * 16)
+    worth.learn(8)
+    # 2 tokens a second; a pass takes 1/8 of one, 64 rows as long as a whole second
+    assert worth.pays(0.26, 1, [1]) and not worth.pays(0.24, 1, [1])
+    assert worth.pays(0.26, 64, [8] * 15) and not worth.pays(0.24, 64, [8] * 15)
+    chances = np.array([0.9, 0.8] + [0.04] * 5 + [0.03] * 70)
+    assert worth.num_rows(chances, [1]) == 8
+    both = worth.together_with([worth])
+    assert both.pays(0.51, 1, [1]) and not both.pays(0.49, 1, [1]), "two texts bring twice as many"
+
+
+
 def test_passes_end_where_they_are_not_worth_their_time() -> None:
     """The first ones are hidden; behind them a pass has to bring as much as a step brings in the same time."""
 
