@@ -24,6 +24,7 @@ last.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +46,7 @@ from offload.trees.topology import SIZES, DynamicShape, most_rows, tier_rows
 # seconds of a step, by rows of the target's pass and of each draft pass
 StepSeconds = Callable[[int, Sequence[int]], float]
 
-_MOST_STEPS = 32  # steps over which the mean of tokens is taken
+_MOST_STEPS = 32  # steps over which the mean is taken
 
 
 class DraftPassPolicy:
@@ -61,11 +62,11 @@ class DraftPassPolicy:
 
     def __init__(self, step_s: StepSeconds = lambda *_: 1.0) -> None:
         self._step_s = step_s
-        self._tokens_per_step = 0.0
-        self._seconds_per_step = 0.0
-        self._num_steps = 0
-        # of the step whose tree was grown last
-        self._grown_s = 0.0
+        # rows of the target's pass, those of the draft's passes, and tokens
+        self._steps = deque[tuple[int, Sequence[int], int]](maxlen=_MOST_STEPS)
+        self._grown: tuple[int, Sequence[int]] = (1, ())
+        # tokens a second
+        self._rate = 0.0
 
     def pays(self, gain: float, num_rows: int, draft_widths: Sequence[int]) -> bool:
         """Return True if one more pass like the last one is worth its time.
@@ -77,9 +78,7 @@ class DraftPassPolicy:
         """
         so_far_s = self._step_s(num_rows, draft_widths)
         then_s = self._step_s(num_rows, [*draft_widths, draft_widths[-1]])
-        # before any step was timed, as if all took as long as this one
-        rate = self._tokens_per_step / (self._seconds_per_step or so_far_s)
-        return gain >= rate * (then_s - so_far_s)
+        return gain >= self._rate * (then_s - so_far_s)
 
     def pass_s(self, num_rows: int, draft_widths: Sequence[int], width: int) -> float:
         """Return the seconds that one more draft pass over `width` rows takes; 0 where not known."""
@@ -99,29 +98,26 @@ class DraftPassPolicy:
         sizes = [size for size in SIZES if num_roots <= size < most] + [most]
         seconds = np.array([self._step_s(size, draft_widths) for size in sizes])
         tokens = np.cumsum([float(num_roots), *chances])[np.array(sizes) - num_roots]
-        worth = tokens / seconds
-        if self._seconds_per_step:
-            worth = tokens - self._tokens_per_step / self._seconds_per_step * seconds
+        # the first step is like all others
+        worth = tokens - self._rate * seconds if self._rate else tokens / seconds
         # of equally good ones the largest size
         return sizes[len(sizes) - 1 - int(worth[::-1].argmax())]
 
     def together_with(self, others: Iterable["DraftPassPolicy"]) -> "DraftPassPolicy":
         """Return the policy of a step for several texts, which brings the sum of their tokens."""
         joint = DraftPassPolicy(self._step_s)
-        every = [self, *others]
-        joint._tokens_per_step = sum(policy._tokens_per_step for policy in every)
-        joint._seconds_per_step = max(policy._seconds_per_step for policy in every)
+        joint._rate = self._rate + sum(other._rate for other in others)
         return joint
 
     def has_grown(self, num_rows: int, draft_widths: Sequence[int]) -> None:
         """Note the rows of a step's passes, of all its texts."""
-        self._grown_s = self._step_s(num_rows, draft_widths)
+        self._grown = (num_rows, tuple(draft_widths))
 
     def learn(self, num_tokens: int) -> None:
-        """Note that a step has brought `num_tokens`; steps of long ago fade."""
-        self._num_steps = min(self._num_steps + 1, _MOST_STEPS)
-        self._tokens_per_step += (num_tokens - self._tokens_per_step) / self._num_steps
-        self._seconds_per_step += (self._grown_s - self._seconds_per_step) / self._num_steps
+        """Note that the step has brought `num_tokens`; seconds of all steps are as known by now."""
+        self._steps.append((*self._grown, num_tokens))
+        seconds = sum(self._step_s(num_rows, widths) for num_rows, widths, _ in self._steps)
+        self._rate = sum(num for *_, num in self._steps) / seconds
 
 
 _NUM_CHILDREN = 32  # children that a node may have

@@ -124,6 +124,7 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
 
     def passes(tokens_per_step: int, pass_s: float, num_hidden: int) -> int:
         worth = DraftPassPolicy(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
+        worth.has_grown(1, [])
         worth.learn(tokens_per_step)
         return grown(worth)[1]
 
@@ -134,6 +135,7 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
     assert passes(4, 1.0, 5) == 5 and passes(1, 0.1, 0) > passes(8, 0.1, 0)
     # Where rows are dear few are sent, so that the link leaves a pass less time to hide in than a whole tree would.
     worth = DraftPassPolicy(lambda num_rows, widths: max(1.0 + num_rows, 2.0 * len(widths)))
+    worth.has_grown(1, [1])
     worth.learn(4)
     assert grown(worth)[1] == 1, "63 rows would have hidden it, and they are not sent"
 
