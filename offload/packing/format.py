@@ -311,7 +311,7 @@ class _Writing:
         """Return a part of the source, coded or not, its checksum, and its number of bytes."""
         if way is None:
             raw = self._source.copy_of(lo, hi)
-            return raw, zlib.crc32(raw), len(raw)
+            return raw, zlib.crc32(raw.data), len(raw)
         (raw,) = self._source.read((lo, hi))
         # numbers that do not lie as processors load them
         even = raw if lo % 2 == 0 else raw.copy()

@@ -118,7 +118,6 @@ def test_a_pass_has_to_bring_what_the_time_of_whole_steps_has_brought() -> None:
     assert both.pays(0.51, 1, [1]) and not both.pays(0.49, 1, [1]), "two texts bring twice as many"
 
 
-
 def test_passes_end_where_they_are_not_worth_their_time() -> None:
     """The first ones are hidden; behind them a pass has to bring as much as a step brings in the same time."""
 
