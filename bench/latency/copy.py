@@ -297,7 +297,7 @@ def pass_times(bench: Bench, setting: Setting, rounds: int) -> list[Row]:
 
 
 def pass_checks(rows: Sequence[Row]) -> list[Row]:
-    """Return how long passes take beside those that bound them."""
+    """Return the times of passes over those that bound them."""
     seconds = {case: values(rows, "pass_s", case=case) for case in {row["case"] for row in rows}}
     bounds = (("1 rows", _READING, 1.2), ("8 rows", "1 rows", 1.5), ("16 rows", "1 rows", 2.2))
     return [

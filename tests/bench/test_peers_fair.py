@@ -47,6 +47,7 @@ def test_all_programs_get_the_same_files_prompts_memory_and_time(
     orders: dict[str, Order] = {}
     monkeypatch.setattr(peers, "interpreter_with", lambda *_: sys.executable)
     monkeypatch.setattr(peers, "gguf_file", lambda path, python: path)
+    monkeypatch.setattr(peers, "quantised", lambda path, form: path)
     common = setting(*([start] * 128 for start in range(6)), is_quick=is_quick)
     for name, program in PROGRAMS.items():
 
