@@ -35,10 +35,14 @@ _TYPICAL_DRAFTED = 8  # rows of a draft step
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-SWEEP_SIZES = (1, 16, 64, 256)
-# In the order in which they are timed, since slow passes leave no time for all: one row and sixteen
-# tell the time of a row, one and four hardly do.
+# In the order in which they are timed, since slow passes leave no time for all. A row of few costs
+# next to nothing where reading weights is slower, and a row of many may cost ten times as much: only
+# a wide pass tells what the next row of a large tree takes.
+SWEEP_SIZES = (1, 16, 256, 64)
+_LEAST_SWEEP_SIZES = 3
+# one row and sixteen tell the time of a row, one and four hardly do
 DRAFT_WIDTHS = (1, 16, 64, 4)
+_LEAST_DRAFT_WIDTHS = 2
 _DRAFT_STEPS = 4  # of which the first runs committed tokens
 _TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
 _LEAST_S = 1e-7
@@ -46,9 +50,10 @@ _LEAST_S = 1e-7
 _MODES_S = 0.06
 _SWEEPS_S = 0.5
 _MAX_ROUNDS = 9
-# of a curve; a lone run that another process has cut into would count for all layers
-_LEAST_SIZES = 2
+# Of a narrow pass: it is short, and a lone run that another process has cut into would count for all
+# layers.
 _LEAST_ROUNDS = 3
+_NARROW = 16
 
 
 class Fastest(NamedTuple):
@@ -143,7 +148,7 @@ def sweep_curve(model: TreeModel, slab: np.ndarray, sizes: Sequence[int]) -> Cur
         share = model.num_layers
     model.bind_layer(typical, slab)
     try:
-        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, _SWEEPS_S)
+        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, _SWEEPS_S, _LEAST_SWEEP_SIZES)
     finally:
         model.unbind_layer(typical)
 
@@ -172,28 +177,30 @@ def draft_curve(
         return (grow_s(deep) - first_s) / (_DRAFT_STEPS - 1)
 
     try:
-        return fill_curve(step_s, DRAFT_WIDTHS, budget_s)
+        return fill_curve(step_s, DRAFT_WIDTHS, budget_s, _LEAST_DRAFT_WIDTHS)
     finally:
         cache.clear()
 
 
-def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
+def fill_curve(
+    measure: Callable[[int], float], sizes: Sequence[int], budget_s: float, num_least: int
+) -> Curve:
     """Return medians of `measure` at these sizes in turn, for as long as `budget_s` lasts.
 
-    The first run of a size (on a GPU it may be recorded) counts in no median, nor as time. Two sizes
-    are measured in any case, three times, since one does not tell what a row takes.
+    The first run of a size (on a GPU it may be recorded) counts in no median, nor as time. The first
+    `num_least` sizes are measured in any case, narrow ones three times.
     """
     seconds: list[float] = []
     started = time.perf_counter()
     for index, size in enumerate(sizes):
         is_late = time.perf_counter() > started + budget_s
-        if is_late and index >= _LEAST_SIZES:
+        if is_late and index >= num_least:
             break
         once = partial(measure, size)
         if not is_late:
             started += timed(once)
         left_s = started + budget_s * (index + 1) / len(sizes) - time.perf_counter()
-        least = _LEAST_ROUNDS if index < _LEAST_SIZES else 1
+        least = _LEAST_ROUNDS if index < num_least and size <= _NARROW else 1
         seconds.append(median_s(once, left_s, least_rounds=least, most_rounds=_MAX_ROUNDS))
     known = sorted(zip(sizes, seconds, strict=False))
     rising = np.maximum.accumulate([max(median, _LEAST_S) for _, median in known])

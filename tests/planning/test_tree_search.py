@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -208,12 +209,40 @@ def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch)
 
     for module in (probe, timer):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=24.0) == Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
+    assert probe.fill_curve(measure, (1, 2, 4, 8), 24.0, 2) == Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
     seen.clear()
-    assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=9.5).sizes == (1, 2, 4), "the budget still holds"
+    assert probe.fill_curve(measure, (1, 2, 4, 8), 9.5, 2).sizes == (1, 2, 4), "the budget still holds"
     seen.clear()
-    late = probe.fill_curve(measure, (1, 2, 4, 8), budget_s=0.0)
+    late = probe.fill_curve(measure, (1, 2, 4, 8), 0.0, 2)
     assert late == Curve((1, 2), (1.0, 2.0)), "two sizes tell what a row takes, and neither rests on a lone run"
+
+
+@pytest.mark.parametrize("budget_s", [0.0, 0.5, 60.0])
+def test_a_slow_machine_still_learns_what_a_row_of_a_large_tree_takes(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float
+) -> None:
+    """Up to 64 rows cost little and each further one .01 s: a curve that ended there was wrong by five times."""
+    now_s = 0.0
+
+    def pass_s(num_rows: int) -> float:
+        return 0.4 + 0.002 * num_rows + 0.01 * max(0, num_rows - 64)
+
+    def measure(num_rows: int) -> float:
+        nonlocal now_s
+        now_s += pass_s(num_rows)
+        return pass_s(num_rows)
+
+    for module in (probe, timer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(probe, "_sweep_s", lambda model, num_rows, share: measure(num_rows))
+    monkeypatch.setattr(probe, "_SWEEPS_S", budget_s)
+    layout = SimpleNamespace(slab_bytes=1)
+    model = SimpleNamespace(
+        typical_layer=0, layer_layouts=[layout], experts=None, bind_layer=lambda *_: None, unbind_layer=lambda *_: None
+    )
+    curve = probe.sweep_curve(cast(Any, model), np.zeros(1), probe.SWEEP_SIZES)
+    for num_rows in (16, 256, 1024):
+        assert curve.at(num_rows) == pytest.approx(pass_s(num_rows), rel=0.25)
 
 
 @pytest.mark.parametrize("row_s", [0.0, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2])
