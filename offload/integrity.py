@@ -30,7 +30,7 @@ from offload.checkpoint.files import (
     require_writable,
     stamp_of,
 )
-from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, allocate
 from offload.checkpoint.numbers import NOT_FINITE, TensorMaximum, is_finite, remarks, top_bits
 from offload.checkpoint.whole import (
     Damage,
@@ -50,7 +50,7 @@ from offload.checkpoint.whole import (
 )
 from offload.errors import ReadError, UserError
 from offload.machine import num_cores
-from offload.streaming.disk import DiskReader, allocate, drop, finish
+from offload.streaming.disk import DiskReader, drop, finish
 from offload.streaming.scan import has_zeros
 from offload.units import format_bytes
 

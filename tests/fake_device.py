@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.checkpoint.layout import SlabLayout
+from offload.checkpoint.layout import SlabLayout, allocate
 from offload.errors import ReadError
-from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, RefusedError
 
 

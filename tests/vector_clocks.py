@@ -22,8 +22,8 @@ import torch
 from fake_device import DeviceOfNothing, FakeWay
 from torch import Tensor
 
+from offload.checkpoint.layout import allocate
 from offload.streaming import expert_carrier, sender
-from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator
 
 Clock = dict[str, int]

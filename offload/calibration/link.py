@@ -14,11 +14,11 @@ from statistics import median
 
 import numpy as np
 
-from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, allocate
 from offload.errors import ReadError
 from offload.memory.plan import MemoryPlan
 from offload.streaming.device import Device
-from offload.streaming.disk import ByteSource, DiskReader, OpenSource, allocate, finish
+from offload.streaming.disk import ByteSource, DiskReader, OpenSource, finish
 
 _CHUNK_BYTES = 16 << 20
 _NUM_IN_FLIGHT = 3

@@ -3,7 +3,8 @@
 A slab that mirrors its file block by block is *direct*: O_DIRECT reads straight into place. Where
 tensors have to be regrouped (fused experts) or start at an odd offset, it is *scattered*: the same
 reads go through a small bounce buffer. A device, whose wide loads need 16 bytes or more, gets the
-slab from its first weight on, which may lie anywhere in the first block.
+slab from its first weight on, which may lie anywhere in the first block. Buffers and files for such
+reads are opened here as well.
 
 Routed experts get slabs of their own. Files store them as separate tensors or as one stack; models
 have stacks. Invariant: pieces never leave the slab; the bytes of each parameter, and the words of
@@ -12,12 +13,17 @@ together make up the stack.
 """
 
 import math
+import mmap
+import os
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.tensors import TensorEntry, layer_name
@@ -32,6 +38,35 @@ _PARAMETER_ALIGN_BYTES = 256
 _MATRIX_ALIGN_BYTES = 64
 # Reading over a small gap is cheaper than starting a new run.
 _MAX_GAP_BYTES = 64 << 10
+
+
+def allocate(num_bytes: int, *, is_inherited: bool = True) -> np.ndarray:
+    """Return a page-aligned buffer that is unmapped with its last view.
+
+    Children of a fork share it if it `is_inherited`.
+    """
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    if not is_inherited and hasattr(mmap, "MADV_DONTFORK"):
+        region.madvise(mmap.MADV_DONTFORK)
+    return np.frombuffer(region, np.uint8)
+
+
+def open_direct(path: Path) -> int | None:
+    """Return a descriptor whose reads bypass the page cache; None where they cannot."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT)
+    except OSError:
+        return None
+    try:
+        os.preadv(fd, [allocate(BLOCK_BYTES).data], 0)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
 
 
 class TensorPart(NamedTuple):

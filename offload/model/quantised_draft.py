@@ -41,6 +41,9 @@ _CHUNK_NUMBERS = 1 << 20  # rounded at once
 _CACHED_ROWS = 256
 _TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_TIMES = 3
+# whose sums a thread keeps on its stack
+_ROWS_AT_ONCE = 256
+_ANY_ROWS = 1 << 30
 Scratch = Callable[[int], Tensor]
 # `multiply_int4_kernel`, or a function with the same result
 MultiplyInt4 = Callable[[Tensor, Tensor, Tensor, WordLayout], Tensor]
@@ -75,11 +78,14 @@ class Int4(NamedTuple):
 
     def product(self, row_MK: Tensor) -> Tensor:
         """Return rows times the transposed matrix, (M, N), for few rows."""
-        if self._has_own_product:
-            product = int4_rows_product(row_MK, self.word_NK, self.scale, self.layout)
-            out_MN = compute_with_torch(product)
-        else:
-            out_MN = int4_product(row_MK, self.word_NK, self.scale)
+        if not self._has_own_product:
+            return int4_product(row_MK, self.word_NK, self.scale)[:, : self.num_rows]
+        weights = (self.word_NK, self.scale, self.layout)
+        products = [
+            compute_with_torch(int4_rows_product(rows, *weights))
+            for rows in row_MK.split(_ROWS_AT_ONCE)
+        ]
+        out_MN = products[0] if len(products) == 1 else torch.cat(products)
         return out_MN[:, : self.num_rows]
 
     def expanded(self, row_MK: Tensor, scratch: Scratch) -> Tensor:
@@ -288,11 +294,17 @@ class HeldWeights:
             return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])
 
         most = 0
+        expanding_s = 0.0
         scale = matrix.scale
         for num_rows in _TRIED_ROWS:
             row_MK = torch.zeros(num_rows, matrix.shape[1], dtype=scale.dtype, device=scale.device)
             expanded = partial(matrix.expanded, row_MK, partial(self._room, row_MK))
-            if least_s(partial(matrix.product, row_MK)) > least_s(expanded):
-                break
+            product_s = least_s(partial(matrix.product, row_MK))
+            expanded_s = least_s(expanded)
+            if product_s > expanded_s:
+                return most
             most = num_rows
-        return most
+            # that of a few rows is nearly all expanding
+            expanding_s = expanding_s or expanded_s
+        # with more rows expanding matters less and less
+        return _ANY_ROWS if product_s < expanded_s - expanding_s else most

@@ -396,7 +396,8 @@ class TreeModel(BoundModel):
         name = "causal_mask" if "causal_mask" in kwargs else "attention_mask"
         assert name in kwargs, "this family passes no masks"
         mask = self._masks[window]
-        if isinstance(mask, Tensor):
-            # some families run their last layers on the rows to be scored alone
-            mask = mask[:, :, -hidden.shape[-2] :]
+        num_rows = hidden.shape[-2]
+        # some families run their last layers on the rows to be scored alone
+        if isinstance(mask, Tensor) and num_rows < mask.shape[2]:
+            mask = mask[:, :, -num_rows:]
         return args, {**kwargs, name: mask}

@@ -5,8 +5,6 @@ and what was just written comes from the disk. Invariant: a thread has one buffe
 lasts until it reads again.
 """
 
-import fcntl
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +14,10 @@ from threading import local
 import numpy as np
 
 from offload.checkpoint.files import read_into
-from offload.checkpoint.layout import BLOCK_BYTES
+from offload.checkpoint.layout import BLOCK_BYTES, allocate, open_direct
 from offload.errors import ReadError
 
 _NOTHING = np.empty(0, np.uint8)
-_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class Rooms:
@@ -32,10 +29,7 @@ class Rooms:
     def take(self, num_bytes: int) -> np.ndarray:
         """Return this many bytes or more, from a page's beginning on."""
         if len(getattr(self._own, "room", b"")) < max(1, num_bytes):
-            region = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if _HUGE_PAGES is not None:
-                region.madvise(_HUGE_PAGES)
-            self._own.room = np.frombuffer(region, np.uint8)
+            self._own.room = allocate(max(1, num_bytes))
         room: np.ndarray = self._own.room
         return room
 
@@ -80,23 +74,12 @@ class PartFile:
 @contextmanager
 def parts_of(path: Path) -> Iterator[PartFile]:
     """Open a file. Raises `OSError`."""
-    fd = os.open(path, os.O_RDONLY)
+    direct = open_direct(path)
+    fd = os.open(path, os.O_RDONLY) if direct is None else direct
     try:
-        yield PartFile(fd, is_direct=_bypass_cache(fd))
+        yield PartFile(fd, is_direct=direct is not None)
     finally:
         os.close(fd)
-
-
-def _bypass_cache(fd: int) -> bool:
-    """Let reads of this descriptor bypass the page cache; return False where they cannot."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.preadv(fd, [mmap.mmap(-1, BLOCK_BYTES)], 0)
-    except OSError:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        return False
-    return True
 
 
 def _down(place: int) -> int:

@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from offload.checkpoint.layout import allocate
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.rank_roles import find_place
-from offload.streaming.disk import allocate
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,6 @@ Invariant: a read that returns has every byte of its slab, from a file that did 
 """
 
 import errno
-import mmap
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from offload.checkpoint.files import Stamp
-from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, allocate, open_direct
 from offload.errors import ReadError, UserError, system_reason
 from offload.units import rounded_up
 
@@ -115,21 +114,6 @@ NUM_READERS = 8
 REQUEST_BYTES = 2 << 20
 _NOT_INTO = "disks cannot write into locked memory here: reading through a buffer, which takes the host's time"
 _NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
-
-
-def allocate(num_bytes: int, *, is_inherited: bool = True) -> np.ndarray:
-    """Return a page-aligned buffer that is unmapped with its last view.
-
-    Children of a fork share it if it `is_inherited`.
-    """
-    if num_bytes == 0:
-        return np.empty(0, np.uint8)
-    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    if not is_inherited and hasattr(mmap, "MADV_DONTFORK"):
-        region.madvise(mmap.MADV_DONTFORK)
-    return np.frombuffer(region, np.uint8)
 
 
 class DiskReader(ByteSource):
@@ -318,7 +302,7 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
 
     Raises `ReadError`, and `UserError` if too many files would be open.
     """
-    direct = [_open_direct(path) for path in shards]
+    direct = [open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
     if len(opened) == len(shards):
         return opened, True
@@ -339,19 +323,6 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
             raise ReadError(f"{failure}: {system_reason(error)}") from error
         os.posix_fadvise(buffered[-1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return buffered, False
-
-
-def _open_direct(path: Path) -> int | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT)
-    except OSError:
-        return None
-    try:
-        os.preadv(fd, [allocate(BLOCK_BYTES).data], 0)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
 
 
 def _scattered_requests(pieces: Sequence[SlabRead]) -> Iterator[list[SlabRead]]:

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from offload.checkpoint.layout import allocate
 from offload.errors import reason
 from offload.machine import cpus_near, stay_on
-from offload.streaming.disk import allocate
 from offload.units import format_bytes
 
 _PAGE_BYTES = 4096

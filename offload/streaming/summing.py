@@ -16,8 +16,8 @@ from xxhash import xxh3_128_intdigest
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.identity import ModelIdentity, keep_sum
-from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead
-from offload.streaming.disk import ByteSource, DiskReader, OpenSource, allocate, finish
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, allocate
+from offload.streaming.disk import ByteSource, DiskReader, OpenSource, finish
 
 # A block has a mask with a bit for each of its sectors, which readers bring whole.
 _SECTORS = 32

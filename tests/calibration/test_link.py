@@ -11,12 +11,13 @@ from fake_device import FakeDevice
 
 from offload.calibration import link as device_link
 from offload.calibration.link import copy_bytes_per_s, device_link_bytes_per_s, link_bytes_per_s
+from offload.checkpoint.layout import allocate
 from offload.engine.setup import Setup
 from offload.memory.plan import MemoryPlan
 from offload.planning.choice import TreeRoom, most_nodes
 from offload.planning.cost_model import Traffic
 from offload.planning.knowledge import Knowledge, LinkRate
-from offload.streaming.disk import DiskReader, allocate
+from offload.streaming.disk import DiskReader
 from offload.trees.spec import parse_tree
 
 

@@ -27,6 +27,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.engine.scheduler import write_all
 from offload.errors import UserError
+from offload.model.quantised_draft import HeldWeights
 from offload.planning.draft_kinds import files_of
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape
@@ -93,6 +94,8 @@ def test_the_text_is_that_of_no_draft_and_of_the_copy_alone_in_fewer_passes(
     temperature: float, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, small = pair
+    # which way of multiplying a busy machine finds faster changes a copy's last bits, and so its tokens
+    monkeypatch.setattr(HeldWeights, "_rows_without_scratch", lambda *_: 128)
     alone, _, _ = passes_of(target, None, temperature)
     copied, many, tokens = passes_of(target, "self:int4", temperature)
     scouted, few, scouted_tokens = passes_of(target, f"self:int4+{small}", temperature)

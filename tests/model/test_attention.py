@@ -101,6 +101,20 @@ def test_folding_changes_nothing(num_groups: int, mask_heads: int | None, num_ro
     assert got.is_contiguous(), "some families take a view of it"
 
 
+def test_a_pass_repeats_its_mask_for_grouped_heads_once_for_all_layers(tmp_path: Path) -> None:
+    model = resident_model(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path)), "float32")
+    config = model.meta_model.config
+    assert model.num_layers > 1 and config.num_attention_heads > config.num_key_value_heads
+    cache = KVCache(model.num_layers, 12)
+    before = attention._repeated.cache_info()
+    for _ in range(3):
+        model.forward_chain(torch.arange(4), cache)
+        cache.commit(range(4))
+    after = attention._repeated.cache_info()
+    assert after.misses - before.misses == 3, "one for each pass, whose mask is its own"
+    assert after.hits - before.hits == 3 * (model.num_layers - 1)
+
+
 def test_keys_and_values_may_differ_in_width_and_the_default_scale_is_the_usual_one() -> None:
     for (query, key, value), scale in ((states(4, 2, 3, 10, value_width=12), 0.25), (states(2, 1, 3, 10), None)):
         got, _ = folded_attention(nn.Module(), query, key, value, None, **({"scaling": scale} if scale else {}))

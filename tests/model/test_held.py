@@ -1,11 +1,15 @@
 """Matrices at 4 and 8 bits: how near they are to what they were, both ways to multiply with them, and what stays."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from offload.checkpoint.held import is_held
 from offload.encoding.residuals import group_of, held_bytes
+from offload.kernels.int4_products import instructions
+from offload.model import quantised_draft
 from offload.model.linear import Linear
 from offload.model.quantised_draft import HeldWeights, Int8, matrix_of
 
@@ -67,6 +71,35 @@ def test_a_linear_that_is_taken_over_computes_the_same_for_any_number_of_rows(bi
     torch.testing.assert_close(one_by_one, after, rtol=1e-3, atol=1e-3)
     error = (after - before).abs().mean() / before.abs().mean()
     assert 1e-4 < error < (0.15 if bits == 4 else 0.02)
+
+
+@pytest.mark.parametrize(
+    ("row_s", "most"),
+    [(0.1, 1 << 30), (0.25, 128), (0.6, 16), (2.0, 4), (20.0, 0)],
+    ids=["faster than a normal product", "slower", "from 32 rows", "from 8 rows", "slower with one"],
+)
+def test_matrices_are_expanded_from_where_that_is_faster(
+    row_s: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expanding takes 8 s here, and a row 0.2 s behind it."""
+    held = HeldWeights(4)
+    matrix = matrix_of(weights((64, 128)), 4)
+
+    def seconds(work: Any) -> float:
+        num_rows = len((work.args or work.func.args)[0])
+        return row_s * num_rows if work.func == matrix.product else 8 + 0.2 * num_rows
+
+    monkeypatch.setattr(quantised_draft, "timed", seconds)
+    assert held._rows_without_scratch(matrix) == most
+
+
+@pytest.mark.skipif(instructions() is None, reason="this processor has no such product")
+def test_a_product_of_many_rows_is_made_in_parts_with_the_same_bits() -> None:
+    matrix = matrix_of(weights((70, 128)), 4)
+    row_MK = torch.randn(700, 128)
+    whole_MN = matrix.product(row_MK)
+    assert whole_MN.shape == (700, 70)
+    assert torch.equal(whole_MN, torch.cat([matrix.product(rows) for rows in row_MK.split(90)]))
 
 
 def test_names_tell_what_is_held() -> None:

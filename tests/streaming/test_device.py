@@ -18,12 +18,12 @@ import torch
 from marks import needs_cuda
 from shell import run_python
 
+from offload.checkpoint.layout import allocate
 from offload.errors import UserError
 from offload.planning.load_options import LoadOptions
 from offload.streaming import cuda as driver
 from offload.streaming.cuda import CudaDevice, open_device
 from offload.streaming.device import HOST, device_of
-from offload.streaming.disk import allocate
 from offload.streaming.pinned import (
     CupyPinning,
     HostBuffer,

@@ -17,10 +17,10 @@ from random_files import assert_same_bytes, parameter_bytes, random_checkpoint, 
 from shell import run_python
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, TensorPart, slab_layout
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout, SlabRead, TensorPart, allocate, slab_layout
 from offload.errors import ReadError, UserError
 from offload.streaming import disk as host_store
-from offload.streaming.disk import DiskReader, allocate
+from offload.streaming.disk import DiskReader
 
 SEEDS = range(6)
 SHM = Path("/dev/shm")
@@ -62,7 +62,7 @@ def opened() -> Iterator[Open]:
 @pytest.fixture(params=["direct", "buffered"])
 def is_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "buffered":
-        monkeypatch.setattr(host_store, "_open_direct", lambda path: None)
+        monkeypatch.setattr(host_store, "open_direct", lambda path: None)
     return request.param == "direct"
 
 
@@ -106,9 +106,9 @@ def test_one_shard_without_direct_reads_makes_all_of_them_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = random_checkpoint(tmp_path, 3)
-    open_direct = host_store._open_direct
+    open_direct = host_store.open_direct
     refuses = checkpoint.shards[-1]
-    monkeypatch.setattr(host_store, "_open_direct", lambda path: None if path == refuses else open_direct(path))
+    monkeypatch.setattr(host_store, "open_direct", lambda path: None if path == refuses else open_direct(path))
     before = open_files()
     store = DiskReader(checkpoint.shards)
     assert open_files() == before + len(checkpoint.shards), "direct descriptors were left open"
