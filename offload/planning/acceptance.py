@@ -8,17 +8,13 @@ A dynamic tree has another shape in every step. Its tokens per pass are counted 
 between them the gain over the static tree of the same bounds is interpolated, because it changes more
 slowly than the yield, and beyond them it stays at its last value.
 
-`AcceptancePrior` is what is assumed where a pair was not measured. How well a draft knows its target
-stands in no header; its share of the target's weights is the best sign that does. A draft of a
-sixteenth or more gets the default acceptance, and so do layers that were trained to guess for their
-target. Smaller models miss twice as often: so the tokens per pass that were published of such pairs
-come out (`planning.search.MEASURED`). A copy of the target is right far more often; its figures were
-measured on the packaged pair's target: ranks of its argmax on Python source (3000 positions), and
-tokens per pass of dynamic trees at temperature 0.7, 3 texts of 220 tokens (`offload generate --draft
-self:int4 --tree dynamic:NxD`). At temperature 0 that target repeats itself, which flatters every
-draft, so those figures are left out. At 8 bits all but 19 positions had rank 0 and these rank 1; at 4
-bits a tail is assumed from rank 6 on. Another target's copy may be better or worse: `offload tune`
-measures it.
+`AcceptancePrior` is what is assumed where a pair was not measured. A small draft gets the default
+acceptance. A copy of the target is right far more often; its figures were measured on the packaged
+pair's target: ranks of its argmax on Python source (3000 positions), and tokens per pass of dynamic
+trees at temperature 0.7, 3 texts of 220 tokens (`offload generate --draft self:int4 --tree
+dynamic:NxD`). At temperature 0 that target repeats itself, which flatters every draft, so those
+figures are left out. At 8 bits all but 19 positions had rank 0 and these rank 1; at 4 bits a tail is
+assumed from rank 6 on. Another target's copy may be better or worse: `offload tune` measures it.
 
 No model, no torch, no clock. K ranks, W windows of text, B bounds of trees.
 """
@@ -31,8 +27,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from msgspec import Meta
 
-from offload.checkpoint.checkpoint import Checkpoint, ModelFiles
-from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.checkpoint import ModelFiles
 from offload.trees.spec import MAX_TREE_NODES
 from offload.trees.topology import DEFAULT_ACCEPTANCE, Floats
 
@@ -125,11 +120,6 @@ def gains(
     return gain
 
 
-def with_misses(p_K: Floats, times: float) -> Floats:
-    """Return the acceptance with the first guess wrong `times` as often."""
-    return np.array([1 - times * (1 - p_K[0]), *(times * p_K[1:])])
-
-
 class AcceptancePrior(NamedTuple):
     """What is assumed of one kind of draft, in the fields of a profile."""
 
@@ -139,14 +129,7 @@ class AcceptancePrior(NamedTuple):
     is_copy: bool = False
 
 
-LARGE_SHARE = 1 / 16  # of the target's weights: from here on a draft counts as large
-_TINY_MISSES = 2.0
 SMALL = AcceptancePrior(DEFAULT_ACCEPTANCE, (), "default acceptance")
-TINY = AcceptancePrior(
-    tuple(with_misses(np.array(DEFAULT_ACCEPTANCE), _TINY_MISSES).tolist()),
-    (),
-    "acceptance as usual for a draft of less than a sixteenth of the target",
-)
 COPIES = {
     4: AcceptancePrior(
         (0.9183, 0.0647, 0.0123, 0.0033, 0.0007, 0.0003, *_TAIL),
@@ -176,18 +159,9 @@ COPIES = {
 def prior_for(files: ModelFiles) -> AcceptancePrior | None:
     """Return the assumed acceptance of the draft; None where nothing ranks candidates.
 
-    Quantising a small draft changes little. Raises `UserError` for headers without a decoder.
+    Quantising a small draft changes little.
     """
-    target, draft = files
-    if draft is None:
+    if files.draft is None:
         return None
-    held = draft.held
-    if held and held.is_copy:
-        return COPIES[held.bits]
-    is_tiny = draft.draft_kind == "model" and share_of(target, draft) < LARGE_SHARE
-    return TINY if is_tiny else SMALL
-
-
-def share_of(target: Checkpoint, draft: Checkpoint) -> float:
-    """Return the draft's weights over the target's."""
-    return model_shape(draft).num_weights / model_shape(target).num_weights
+    held = files.draft.held
+    return COPIES[held.bits] if held and held.is_copy else SMALL

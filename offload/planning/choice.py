@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from offload.checkpoint.checkpoint import ModelFiles
+from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.acceptance import AcceptancePrior, DynamicYield
@@ -126,7 +128,9 @@ class TreeChoice(NamedTuple):
         """Return True if size and depth are bounds, and every step has a shape of its own."""
         return isinstance(self.shape, DynamicShape)
 
-    def tokens_range(self, knowledge: Knowledge, basis: str) -> tuple[tuple[float, float], str]:
+    def tokens_range(
+        self, files: ModelFiles, dtype: str, knowledge: Knowledge, basis: str
+    ) -> tuple[tuple[float, float], str]:
         """Return the least and most tokens per pass of this pair, and what they rest on."""
         tokens = (self.tokens_per_sweep, self.tokens_per_sweep)
         prior = knowledge.prior
@@ -134,8 +138,11 @@ class TreeChoice(NamedTuple):
         if profile is None and prior is not None and prior.is_copy:
             why = f"{prior.source}, no measurement of this one"
             return tokens, f"{why}; {basis}" if basis else why
-        if profile is None and prior is not None:
-            like = range_for(prior)
+        if profile is None:
+            target, draft = (
+                model_shape(checkpoint, dtype).num_weights for checkpoint in filter(None, files)
+            )
+            like = range_for(draft / target)
             why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
             tokens = like.around(self.tokens_per_sweep)
             basis = f"{why}; {basis}" if basis else why

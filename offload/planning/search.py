@@ -7,9 +7,10 @@ product form of the acceptance vector; of dynamic trees it is what was counted, 
 Nodes are ordered by their chances: the first n that are no deeper than a bound are the tree of that
 size. So one order has the trees of every size and depth, and none is built to be compared.
 
-Where a pair was not measured, `range_for` gives a range of yields from pairs that papers measured:
-each published figure over what the assumed acceptance expects of its tree, both less the one token
-that every sweep yields. Assumed: a draft of the same family.
+Where a pair was not measured, `range_for` gives a range of yields from pairs that papers measured.
+How well a draft knows its target stands in no header; its share of the target's weights is the best
+sign that does: each published figure over what the default acceptance expects of its tree, both
+less the one token that every sweep yields. Assumed: a draft of the same family.
 
 No torch, no clock. O nodes of the order.
 """
@@ -21,10 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offload.planning.acceptance import LARGE_SHARE, TINY, AcceptancePrior, DynamicYield, gains
+from offload.planning.acceptance import DynamicYield, gains
 from offload.planning.cost_model import Costs, Prediction, StepTime, Traffic, paced, step_of
 from offload.trees.spec import label_of
 from offload.trees.topology import (
+    DEFAULT_ACCEPTANCE,
     SIZES,
     DynamicShape,
     Floats,
@@ -40,6 +42,7 @@ from offload.trees.topology import (
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
 SOURCE = "arXiv 2402.12374"
+_LARGE_SHARE = 1 / 16  # of the target's weights: from here on a draft counts as large
 _FIRST_NODES = 512  # larger trees are ordered only where they might be better
 _SPARE = 3  # times the largest tree's nodes are ordered, since a bound on the depth drops some
 
@@ -288,7 +291,7 @@ MEASURED = (
 
 
 class YieldRange(NamedTuple):
-    """The factors by which measured yields differ from those of an assumed acceptance."""
+    """The factors by which measured yields differ from the default acceptance's."""
 
     low: float  # factor on the tokens beyond the first
     high: float
@@ -299,10 +302,11 @@ class YieldRange(NamedTuple):
         return 1 + self.low * (tokens_per_sweep - 1), 1 + self.high * (tokens_per_sweep - 1)
 
 
-def range_for(prior: AcceptancePrior) -> YieldRange:
-    """Return the range for a draft of which `prior` is assumed."""
-    rows = [row for row in MEASURED if (row.share < LARGE_SHARE) == (prior is TINY)]
-    usual = known_trees(prior.acceptance, max_nodes=max(row.num_nodes for row in rows))
+def range_for(share: float) -> YieldRange:
+    """Return the range for a draft with this share of the target's weights."""
+    is_large = share >= _LARGE_SHARE
+    rows = [row for row in MEASURED if (row.share >= _LARGE_SHARE) == is_large]
+    usual = known_trees(DEFAULT_ACCEPTANCE, max_nodes=max(row.num_nodes for row in rows))
     ratios = [
         (row.tokens_per_sweep - 1) / (usual.expected(row.num_nodes, row.depth) - 1) for row in rows
     ]

@@ -229,7 +229,7 @@ def _predictions(
     plain = predict(setup.tree, costs, alone, chain(0), (1.0, 1.0), num_texts)
     if not known.is_ranked or setup.tree.kind == "none":
         return (plain,), basis
-    tokens, basis = choice.tokens_range(known, basis)
+    tokens, basis = choice.tokens_range(setup.files, setup.dtype, known, basis)
     if tokens_per_sweep is not None:
         tokens = (tokens_per_sweep, tokens_per_sweep)
         basis = "tokens per pass as given"

@@ -12,9 +12,9 @@ import numpy as np
 from known import selector
 from matrix import matrix
 
-from offload.planning.acceptance import COPIES, with_misses
+from offload.planning.acceptance import COPIES
 from offload.planning.cost_model import Costs, Curve, StepTime, Traffic, paced, step_time
-from offload.planning.observed_passes import ObservedPass
+from offload.planning.observed_passes import ObservedPass, with_misses
 from offload.planning.search import TreeSearch
 from offload.sampling_options import Sampling
 from offload.trees.topology import DynamicShape, chain, check_acceptance

@@ -17,11 +17,10 @@ from known import selector
 from matrix import matrix
 
 from offload.engine.run_trees import TreeSelector
-from offload.planning.acceptance import with_misses
 from offload.planning.choice import TrafficOf
 from offload.planning.cost_model import Costs, Curve, Prediction, StepTime, Traffic, overlapped_s, step_time
 from offload.planning.next_tree import next_tree
-from offload.planning.observed_passes import ObservedPass, ObservedPasses
+from offload.planning.observed_passes import ObservedPass, ObservedPasses, with_misses
 from offload.planning.search import TreeSearch
 from offload.sampling_options import Sampling
 from offload.trees.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, Topology, chain, check_acceptance

@@ -18,7 +18,6 @@ from offload.engine.setup import Setup
 from offload.errors import UserError
 from offload.memory.planner import plan_memory
 from offload.model.headers import describe
-from offload.planning.acceptance import SMALL as SMALL_PRIOR
 from offload.planning.acceptance import DynamicYield
 from offload.planning.budget import budget_of
 from offload.planning.choice import TreeChoice, TreeRoom, first_choices, planned_nodes
@@ -87,7 +86,7 @@ def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile
     row = estimate(options, hardware=hardware).predictions[-1]
     assert row.label in (label_of(choice.shape), tree.replace("grown", "dynamic"))
     tokens = choice.tokens_per_sweep
-    expected = (tokens, tokens) if profile != Path("none") else range_for(SMALL_PRIOR).around(tokens)
+    expected = (tokens, tokens) if profile != Path("none") else range_for(1.0).around(tokens)
     return row.shape == choice.shape and row.tokens_range == pytest.approx(expected)
 
 
