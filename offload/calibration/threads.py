@@ -148,7 +148,9 @@ def sweep_curve(model: TreeModel, slab: np.ndarray, sizes: Sequence[int]) -> Cur
         share = model.num_layers
     model.bind_layer(typical, slab)
     try:
-        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, _SWEEPS_S, _LEAST_SWEEP_SIZES)
+        return fill_curve(
+            lambda size: _sweep_s(model, size, share), sizes, _SWEEPS_S, _LEAST_SWEEP_SIZES
+        )
     finally:
         model.unbind_layer(typical)
 

@@ -70,10 +70,11 @@ class TreeSelector:
         self._num_learnt = 0
         self._since_s = 0.0
 
-    def remember(self, note: str, rule: str, choices: Mapping[int, TreeChoice]) -> None:
+    def remember(self, note: str, settings: RunSettings, choices: Mapping[int, TreeChoice]) -> None:
         """Keep choices by number of texts that were made before memory was planned for them."""
         for num_texts, choice in choices.items():
-            self._known[self.spec, note, rule, num_texts] = choice, 0
+            key = _key(self.spec, note, settings, num_texts)
+            self._known[key] = choice, 0
 
     @classmethod
     def without_trees(cls, plan: MemoryPlan) -> "TreeSelector":
@@ -103,13 +104,14 @@ class TreeSelector:
     ) -> TreeChoice:
         """Return the tree named for this run or for all, or the best one. Raises `UserError`."""
         spec = self.spec if tree is None else parse_tree(tree)
-        profile, note = profile_for(spec, self.find, RunSettings(sampling, rule))
-        # a note names its profile: without one any sampling has the same tree
-        key = (spec, note, rule, num_texts)
+        settings = RunSettings(sampling, rule)
+        profile, note = profile_for(spec, self.find, settings)
+        key = _key(spec, note, settings, num_texts)
         choice, num_learnt = self._known.get(key, (None, 0))
         if choice is None or (spec.is_chosen and num_learnt < self._num_learnt):
             request = TreeRequest(self.room, rule, num_texts, choice and choice.shape, tree)
-            choice = choose(spec, self._knowledge.with_profile(profile, note), request)
+            known = self._knowledge.with_profile(profile, note).assuming(sampling, spec)
+            choice = choose(spec, known, request)
             if len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
                 self._known.clear()
             self._known[key] = choice, self._num_learnt
@@ -141,6 +143,11 @@ class TreeSelector:
             costs = knowledge.costs_of_steps(traffic)
             self._step_costs = knowledge, costs
         return 1.0 if costs is None else step_of(costs, traffic, num_rows, draft_widths).total_s
+
+
+def _key(spec: TreeSpec, note: str, settings: RunSettings, num_texts: int) -> object:
+    """Return all that a choice depends on; a note names its profile, if there is one."""
+    return spec, note, settings.rule, settings.sampling.is_greedy, num_texts
 
 
 def profile_for(
@@ -176,6 +183,7 @@ class RunTrees(NamedTuple):
         settings = setup.settings(sampling)
         known = replace(setup.knowledge(settings), exchange_s=exchange_s)
         known = known.with_profile(*profile_for(setup.tree, setup.find_profile, settings))
+        known = known.assuming(settings.sampling, setup.tree)
         if not setup.tree.is_chosen:
             choose(setup.tree, known, TreeRequest(setup.room, settings.rule))
         return cls(setup, settings, known)
@@ -226,5 +234,5 @@ class RunTrees(NamedTuple):
         find = setup.find_profile
         # a tune counts what trees of a size yield and take
         trees = TreeSelector(tree, known, room, find, fills_bounds=setup.is_timed)
-        trees.remember(self.known.note, rule, choices)
+        trees.remember(self.known.note, self.settings, choices)
         return plan, trees

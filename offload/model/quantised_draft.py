@@ -4,7 +4,8 @@ Few rows use integer products, which read only the quantised words: at 4 bits ou
 processor has the instructions (`kernels/int4_products.py`), else torch's; on a GPU at 4 bits
 `kernels/multiply_int4.py`. For many rows a matrix is expanded into a shared scratch buffer for a
 normal product. A trial on the largest matrix finds the number of rows from which that is faster on
-a CPU, if there is any: with products of bytes and without those of tiles there is none. Rounding is to the nearest. Invariant: a layer that was taken over keeps nothing of its slab.
+a CPU, if there is any: with products of bytes and without those of tiles there is none. Rounding is
+to the nearest. Invariant: a layer that was taken over keeps nothing of its slab.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from offload.checkpoint.checkpoint import ModelFiles
-from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for
+from offload.planning.acceptance import SMALL, AcceptancePrior, prior_for, prior_when
 from offload.planning.cost_model import NOTHING, Costs, Curve, Traffic, link_alone
 from offload.planning.expert_traffic import ExpertRouting
 from offload.planning.observed_passes import NO_PASSES, ObservedPass, ObservedPasses
 from offload.planning.profile import Profile
 from offload.sampling_options import Sampling
+from offload.trees.spec import TreeSpec
 
 
 class RunSettings(NamedTuple):
@@ -92,6 +93,11 @@ class Knowledge:
         """Return this for a run that the profile is for."""
         routing = self.routing if profile is None else profile.routing or self.routing
         return replace(self, profile=profile, note=note, routing=routing)
+
+    def assuming(self, sampling: Sampling, spec: TreeSpec) -> "Knowledge":
+        """Return this with what is assumed of text that is drawn so; a named tree is always the same."""
+        is_greedy = sampling.is_greedy or not spec.is_chosen
+        return replace(self, prior=prior_when(self.prior, is_greedy=is_greedy))
 
     def by_profile_alone(self, profile: Profile) -> "Knowledge":
         """Return this as the profile has it, its link included."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offload.planning.acceptance import with_misses
 from offload.planning.cost_model import Costs, Curve
 from offload.trees.topology import Floats, Shape
 
@@ -196,11 +197,6 @@ class ObservedPasses:
 
 
 NO_PASSES = ObservedPasses()
-
-
-def with_misses(p_K: Floats, times: float) -> Floats:
-    """Return the acceptance with the first guess wrong `times` as often."""
-    return np.array([1 - times * (1 - p_K[0]), *(times * p_K[1:])])
 
 
 def _misses_for(wanted: float, p_K: Floats, tokens_with: Callable[[float], float]) -> float:

@@ -38,6 +38,7 @@ from offload.trees.topology import (
     DEFAULT_ACCEPTANCE,
     SIZES,
     DynamicShape,
+    Topology,
     best_first,
     chain,
     check_acceptance,
@@ -194,6 +195,21 @@ def test_trees_choose_by_what_was_measured_and_by_todays_link() -> None:
     policies = [selector(traffic=Traffic(10**9, 0), link=link, tried=costs(row_s=2e-3)) for link in (1e11, 1e8)]
     fast, slow = (trees.for_run(Sampling(), RULE).shape.num_nodes for trees in policies)
     assert fast < slow
+
+
+def test_drawn_text_is_assumed_to_be_harder_to_guess_and_named_trees_stay_what_they_are() -> None:
+    """Whichever was asked for first, with a small draft; a copy's figures are of drawn text already."""
+    drawn, greedy = Sampling(temperature=0.7), Sampling()
+    options: dict[str, Any] = {"traffic": Traffic(10**9, 0), "link": 1e9, "tried": costs(row_s=3e-3)}
+    for order in ((greedy, drawn), (drawn, greedy)):
+        trees = selector(**options)
+        chosen = {sampling: trees.for_run(sampling, RULE) for sampling in order}
+        assert chosen[drawn].shape.num_nodes < chosen[greedy].shape.num_nodes
+        assert chosen[drawn].candidates[0].s_per_token > chosen[greedy].candidates[0].s_per_token
+        named = [trees.for_run(sampling, RULE, "64x16").shape for sampling in order]
+        assert np.array_equal(*(shape.parent_N for shape in named if isinstance(shape, Topology)))
+    copy = selector(prior=COPIES[4], **options)
+    assert copy.for_run(greedy, RULE).shape == copy.for_run(drawn, RULE).shape
 
 
 def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
