@@ -204,7 +204,7 @@ def test_drawn_text_is_assumed_to_be_harder_to_guess_and_named_trees_stay_what_t
     for order in ((greedy, drawn), (drawn, greedy)):
         trees = selector(**options)
         chosen = {sampling: trees.for_run(sampling, RULE) for sampling in order}
-        assert chosen[drawn].shape.num_nodes < chosen[greedy].shape.num_nodes
+        assert chosen[drawn].shape.depth < chosen[greedy].shape.depth
         assert chosen[drawn].candidates[0].s_per_token > chosen[greedy].candidates[0].s_per_token
         named = [trees.for_run(sampling, RULE, "64x16").shape for sampling in order]
         assert np.array_equal(*(shape.parent_N for shape in named if isinstance(shape, Topology)))
