@@ -40,8 +40,8 @@ _COUNTED_DEPTHS = (8, 24)
 _TAIL = tuple(round(0.0001 * (6 / k) ** 3.5, 7) for k in range(7, 33))
 _NEVER = (0.0,) * 30  # ranks that none of 3000 positions had
 # Where tokens are drawn (T = 0.7) the packaged small draft's first guess was wrong at .51 of 768
-# positions of code, two and a half times as often as by the default acceptance. Part of that is
-# assumed, since passes correct it soon.
+# positions of code, two and a half times as often as by the default acceptance. Twice is assumed:
+# passes soon show the rest.
 _DRAWN_MISSES = 2.0
 
 
