@@ -261,6 +261,21 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     raise UserError(f"no safetensors files in {directory}: {remedy}")
 
 
+def other_weights(checkpoint: Checkpoint) -> str:
+    """Return a note if a folder has shards beside the one file that is read; else an empty text.
+
+    transformers 5.24.0 leaves the file there when it saves a larger model, and goes on reading it.
+    """
+    if [path.name for path in checkpoint.shards] != [SINGLE]:
+        return ""
+    folder = checkpoint.directory
+    others = sorted(folder.glob("model-*-of-*.safetensors"))
+    if not others:
+        return ""
+    read = f"{SINGLE} is read, as by transformers, {others[0].name} is not"
+    return f"{folder} holds weights twice: {read}; remove those that are older"
+
+
 def _refuse_other_formats(directory: Path) -> None:
     """Raise `UserError` for an adapter without its model, and for weights in another form."""
     if os.path.isfile(directory / "adapter_config.json"):

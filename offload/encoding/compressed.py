@@ -1,7 +1,7 @@
 """compressed-tensors' integers: `pack-quantized` of 2 to 8 bits, `int-quantized` of 8.
 
 Zero points are packed along rows of the weight, words along its columns. Codes of 3, 5, 6 and 7
-bits are packed without gaps; in versions of the library up to 0.12 each word began with a new code,
+bits are packed without gaps; by the library's 0.17.1 and before each word begins with a new code,
 and the number of words tells the two apart. The true number of columns is data (`weight_shape`);
 headers only give the number of words, so the last may be padded. Shapes tell which group of the
 config a weight belongs to; if several fit, the columns that the model has there decide.

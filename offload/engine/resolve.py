@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from offload.calibration.rates import with_rates
 from offload.checkpoint.checkpoint import Checkpoint, ModelFiles, settled_dtype
-from offload.checkpoint.open import ReadHeaders, fetch, open_headers
+from offload.checkpoint.open import ReadHeaders, fetch, open_headers, other_weights
 from offload.engine.hooks import NO_HOOKS, Hooks
 from offload.engine.setup import Setup
 from offload.engine.tokenizer import require_described_vocabulary
@@ -101,6 +101,7 @@ def resolve_files(
     # a machine that is described has as much memory as is said
     if assumed is None or (assumed == Assumptions() and files.target.is_here):
         notes += filter(None, [ram_warning(budget.ram_bytes)])
+    notes += filter(None, [other_weights(files.target)])
     carried = carried_kind(files.target)
     if carried is not None and options.draft is None and options.tree != "none":
         notes.append(_CARRIED.format(carried))

@@ -247,9 +247,13 @@ def test_an_index_that_a_later_save_has_left_behind_counts_for_nothing(broken_fi
     wanted = open_checkpoint(broken_file).tensors
     shutil.copyfile(sound / INDEX, broken_file / INDEX)
     assert open_checkpoint(broken_file).tensors == wanted
+    assert "twice" not in generate(broken_file, "-p", "Count:", "-n", 2).err
     first, *others = sorted(sound.glob("model-*.safetensors"))
     shutil.copyfile(first, broken_file / first.name)
     assert open_checkpoint(broken_file).tensors == wanted
+    errors = generate(broken_file, "-p", "Count:", "-n", 2).err
+    said = f"holds weights twice: model.safetensors is read, as by transformers, {first.name} is not; remove those"
+    assert said in " ".join(errors.split())
     (broken_file / "model.safetensors").unlink()
     with pytest.raises(UserError, match=rf"the index names {others[0].name}, which is missing"):
         open_checkpoint(broken_file)
