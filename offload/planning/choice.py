@@ -142,7 +142,7 @@ class TreeChoice(NamedTuple):
             target, draft = (
                 model_shape(checkpoint, dtype).num_weights for checkpoint in filter(None, files)
             )
-            like = range_for(draft / target, knowledge.acceptance.acceptance)
+            like = range_for(draft / target)
             why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
             tokens = like.around(self.tokens_per_sweep)
             basis = f"{why}; {basis}" if basis else why

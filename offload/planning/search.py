@@ -9,7 +9,7 @@ size. So one order has the trees of every size and depth, and none is built to b
 
 Where a pair was not measured, `range_for` gives a range of yields from pairs that papers measured.
 How well a draft knows its target stands in no header; its share of the target's weights is the best
-sign that does: each published figure over what the assumed acceptance expects of its tree, both
+sign that does: each published figure over what the default acceptance expects of its tree, both
 less the one token that every sweep yields. Assumed: a draft of the same family.
 
 No torch, no clock. O nodes of the order.
@@ -291,7 +291,7 @@ MEASURED = (
 
 
 class YieldRange(NamedTuple):
-    """The factors by which measured yields differ from those of an assumed acceptance."""
+    """The factors by which measured yields differ from the default acceptance's."""
 
     low: float  # factor on the tokens beyond the first
     high: float
@@ -302,15 +302,11 @@ class YieldRange(NamedTuple):
         return 1 + self.low * (tokens_per_sweep - 1), 1 + self.high * (tokens_per_sweep - 1)
 
 
-def range_for(share: float, acceptance: tuple[float, ...] = DEFAULT_ACCEPTANCE) -> YieldRange:
-    """Return the range for a draft with this share of the target's weights.
-
-    Args:
-        acceptance: what is assumed of it.
-    """
+def range_for(share: float) -> YieldRange:
+    """Return the range for a draft with this share of the target's weights."""
     is_large = share >= _LARGE_SHARE
     rows = [row for row in MEASURED if (row.share >= _LARGE_SHARE) == is_large]
-    usual = known_trees(acceptance, max_nodes=max(row.num_nodes for row in rows))
+    usual = known_trees(DEFAULT_ACCEPTANCE, max_nodes=max(row.num_nodes for row in rows))
     ratios = [
         (row.tokens_per_sweep - 1) / (usual.expected(row.num_nodes, row.depth) - 1) for row in rows
     ]

@@ -174,7 +174,6 @@ def _known_of(setup: Setup) -> tuple[Knowledge, TreeRoom]:
     known = setup.knowledge(settings)
     known = known.with_link(setup.link(most_nodes(setup.tree, known, room)))
     known = known.with_profile(*setup.find_profile(*settings))
-    known = known.assuming(settings.sampling, setup.tree)
     if known.costs is not None:
         return known, room
     traffic = room.traffic_of(1)
