@@ -28,6 +28,7 @@ from torch import Tensor
 from offload.kernels.int4_blocks import WordLayout, expand_int4_reference
 from offload.kernels.machine_code import (
     EIGHT,
+    NUM_SHARED,
     Code,
     CompiledCode,
     ParallelKernelCall,
@@ -55,8 +56,15 @@ _LINE_BYTES = 64
 _GROUPS_AHEAD = 8
 # bytes of words that are fetched ahead
 _WORDS_AHEAD = 4096
+# as LLVM counts: 3 is the first cache, which words that wait would fill, 0 none
+_SECOND_CACHE = 2
 # rows that take as long as unpacking the words does
 _ROWS_TO_UNPACK = 3
+# scale and sum of a row's group, in float32
+_FACTOR_BYTES = 8
+# the numbers of a call that depend on its rows
+_OF_ROWS = slice(NUM_SHARED, NUM_SHARED + 4)
+_BLOCK_NUMBERS = 3
 _PREPARE = "prepare"
 _MULTIPLY = "multiply"
 _ALONE = "multiply_alone"
@@ -111,39 +119,65 @@ def rounded_rows(row_MK: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return (wide_MGk * times_MG1).round(), most_MG1 / _MOST
 
 
-def int4_rows_product(
-    row_MK: Tensor, word_NK: Tensor, scale_GN2: Tensor, layout: WordLayout
-) -> ParallelKernelCall:
-    """Return rows times the transposed weights, (M, N); its parts are of a block each.
+class Int4RowsProduct:
+    """The product of rows with matrices of 4 bits, whose results lie side by side.
+
+    One parallel call makes all of them: threads begin and end together once, and rows are rounded
+    once.
 
     Args:
-        row_MK: one row at least, of the scales' type; this processor has `instructions`.
-        word_NK: packed in this layout.
-        scale_GN2: scale and offset of each group, which has a multiple of 32 columns.
+        matrices: the words (N, K / 2) of each, in this layout, and scale and offset of each group of
+            columns (G, N, 2). All have as many columns, a multiple of 32 in a group, and one type.
     """
-    row_MK = row_MK.contiguous()
-    word_NK = word_NK.contiguous()
-    scale_GN2 = scale_GN2.contiguous()
-    num_rows, num_columns = row_MK.shape
-    num_groups, height, _ = scale_GN2.shape
-    known = instructions()
-    assert known is not None, "the product is asked for where it can be made"
-    code = _compiled(row_MK.dtype, layout.block_rows, known)
-    byte_GMk = torch.empty(num_rows * num_columns, dtype=torch.int8)
-    factor_GM2 = torch.empty(2 * num_rows * num_groups, dtype=torch.float32)
-    group = num_columns // num_groups
-    sizes = (num_rows, num_groups, group)
-    places = (row_MK.data_ptr(), byte_GMk.data_ptr(), factor_GM2.data_ptr())
-    code.functions[_PREPARE](*places, *sizes)
-    out_MN = row_MK.new_empty(num_rows, height)
-    given = (byte_GMk, factor_GM2, word_NK, scale_GN2, out_MN)
-    call = call_of(height // layout.block_rows, (*given, *sizes, height))
-    # sums of all rows, and codes of a group in bytes
-    num_room = (num_rows + group // _FOUR) * layout.block_rows
-    num_products = (num_rows + _ROWS_TO_UNPACK) * num_columns * height
-    function = code.functions[_MULTIPLY]
-    alone = code.functions[_ALONE]
-    return ParallelKernelCall(function, call, num_room, num_products, given, out_MN, alone)
+
+    def __init__(self, matrices: Sequence[tuple[Tensor, Tensor]], layout: WordLayout) -> None:
+        known = instructions()
+        assert known is not None, "the product is asked for where it can be made"
+        self._held = [(word.contiguous(), scale.contiguous()) for word, scale in matrices]
+        word_NK, scale_GN2 = self._held[0]
+        self._block_rows = layout.block_rows
+        self._num_groups = len(scale_GN2)
+        self._num_columns = 2 * word_NK.shape[1]
+        self._group = self._num_columns // self._num_groups
+        self._width = sum(len(word) for word, _ in self._held)
+        self._block_P3 = torch.cat([self._blocks(*pair) for pair in self._held])
+        self._code = _compiled(scale_GN2.dtype, layout.block_rows, known).functions
+        of_rows = (None, None, None, None)
+        given = (*of_rows, self._block_P3, self._num_groups, self._group, self._width)
+        self._call = call_of(len(self._block_P3), given)
+
+    def _blocks(self, word_NK: Tensor, scale_GN2: Tensor) -> Tensor:
+        """Return where each block's words and its first scale lie, and the rows of its matrix."""
+        first_P = torch.arange(0, len(word_NK), self._block_rows)
+        place_P = word_NK.data_ptr() + first_P * word_NK.shape[1]
+        scale_P = scale_GN2.data_ptr() + first_P * 2 * scale_GN2.dtype.itemsize
+        return torch.stack((place_P, scale_P, torch.full_like(first_P, len(word_NK))), 1)
+
+    def __call__(self, row_MK: Tensor) -> ParallelKernelCall:
+        """Return the work of the result, (M, all N); its parts are of a block each.
+
+        Args:
+            row_MK: one row at least, of the scales' type.
+        """
+        row_MK = row_MK.contiguous()
+        num_rows = len(row_MK)
+        factor_bytes = _FACTOR_BYTES * num_rows * self._num_groups
+        # two factors for each row and group, and behind them the rows' bytes
+        room_B = torch.empty(factor_bytes + num_rows * self._num_columns, dtype=torch.int8)
+        factors = room_B.data_ptr()
+        codes = factors + factor_bytes
+        sizes = (num_rows, self._num_groups, self._group)
+        self._code[_PREPARE](row_MK.data_ptr(), codes, factors, *sizes)
+        out_MN = row_MK.new_empty(num_rows, self._width)
+        call = type(self._call).from_buffer_copy(self._call)
+        call[_OF_ROWS] = [codes, factors, out_MN.data_ptr(), num_rows]
+        # sums of all rows, and codes of a group in bytes
+        num_room = (num_rows + self._group // _FOUR) * self._block_rows
+        num_products = (num_rows + _ROWS_TO_UNPACK) * self._num_columns * self._width
+        held = (room_B, self)
+        multiply = self._code[_MULTIPLY]
+        alone = self._code[_ALONE]
+        return ParallelKernelCall(multiply, call, num_room, num_products, held, out_MN, alone)
 
 
 @cache
@@ -282,16 +316,13 @@ class _Product(Code):
 
     def _write_multiply(self) -> None:
         """multiply(call, room): compute parts; see `ParallelKernelCall`. The call's own numbers are where the
-        rows' bytes lie, their factors, words, scales and the result, and then how many rows,
-        groups, numbers of a group and columns there are.
+        rows' bytes lie, their factors and the result, how many rows there are, where the table of
+        blocks lies, and how many groups, numbers of a group and columns there are.
         """
         function = self._begin(_MULTIPLY, [self._index.as_pointer(), self._number])
         call, self._sums = function.args
-        kinds = [self._bytes, self._number, self._bytes, self._narrow, self._narrow]
-        given = self._arguments(call, [*kinds, *[self._index] * 4])
-        self._row, self._factor, self._word, self._scale, self._out, *sizes = given
-        self._num_rows, self._num_groups, self._group, self._height = sizes
-        width = self._times(self._num_groups, self._group)
+        self._row, self._factor, self._out, self._num_rows, *known = self._own_arguments(call)
+        blocks, self._num_groups, self._group, self._width = known
         builder = self._builder
         self._unpacked = builder.bitcast(
             self._at(self._sums, self._times(self._num_rows, self._block_rows)), self._bytes
@@ -299,11 +330,16 @@ class _Product(Code):
 
         def multiply(block: Any) -> None:
             first = self._times(block, self._block_rows)
-            words = self._at(self._word, self._times(self._times(block, width), self._half))
+            numbers = self._at(blocks, self._times(block, _BLOCK_NUMBERS))
+            word, scale, self._height = (
+                builder.load(self._at(numbers, nth)) for nth in range(_BLOCK_NUMBERS)
+            )
+            words = builder.inttoptr(word, self._bytes)
+            first_scales = builder.inttoptr(scale, self._narrow)
 
             def multiply_group(group: Any) -> None:
-                place = self._add(self._times(group, self._height), first)
-                scales = self._at(self._scale, self._times(place, 2))
+                place = self._times(group, self._height)
+                scales = self._at(first_scales, self._times(place, 2))
                 self._fetch_scales(scales)
                 begin = self._at(words, self._times(self._times(group, self._group), self._half))
                 are_many = builder.icmp_signed(">", self._num_rows, self._index(self._tiles[0]))
@@ -323,10 +359,15 @@ class _Product(Code):
         self._builder.ret_void()
         self._write_alone(function)
 
+    def _own_arguments(self, call: Any) -> list[Any]:
+        index = self._index
+        of_rows = [self._bytes, self._number, self._narrow, index]
+        return self._arguments(call, [*of_rows, index.as_pointer(), *[index] * 3])
+
     def _write_alone(self, multiply: Any) -> None:
         """multiply_alone(call): `multiply` with room of its own; see `ParallelKernelCall`."""
         (call,) = self._begin(_ALONE, [self._index.as_pointer()]).args
-        *_, num_rows, _, group, _ = self._arguments(call, [self._bytes] * 5 + [self._index] * 4)
+        _, _, _, num_rows, _, _, group, _ = self._own_arguments(call)
         code_rows = self._builder.udiv(group, self._index(_FOUR))
         size = self._times(self._add(num_rows, code_rows), self._block_rows)
         room = self._builder.alloca(self._ir.FloatType(), size)
@@ -344,7 +385,9 @@ class _Product(Code):
 
     def _fetch(self, place: Any) -> None:
         # to read it, and once, as data
-        self._builder.call(self._prefetch, [place, self._int(0), self._int(3), self._int(1)])
+        self._builder.call(
+            self._prefetch, [place, self._int(0), self._int(_SECOND_CACHE), self._int(1)]
+        )
 
     def _each_tile(self, work: Callable[..., None]) -> None:
         """Write work for all rows, by as many at once as go into the registers."""
@@ -490,7 +533,7 @@ class _Product(Code):
     def _write(self, first: Any, row: Any, count: int) -> None:
         """Round the sums of some rows and a block's columns, and write them to the result."""
         for nth in range(count):
-            begin = self._add(self._times(self._add(row, nth), self._height), first)
+            begin = self._add(self._times(self._add(row, nth), self._width), first)
             sums_of_row = self._at(self._sums, self._times(self._add(row, nth), self._block_rows))
             for lo in range(0, self._block_rows, EIGHT):
                 some = self._load(self._at(sums_of_row, lo), self._eight)

@@ -19,7 +19,7 @@ ORDER = 2
 EIGHT = 8
 _QUIET_NAN = 0x7FC0
 # integers of a call before its own
-_NUM_SHARED = 3
+NUM_SHARED = 3
 # the memory of this process, and what Linux calls to let pages of it go
 _PAGES = Path("/proc/self/smaps")
 _MADV_DONTNEED = 4
@@ -67,7 +67,7 @@ def call_of(num_parts: int, given: Iterable[Tensor | int | None]) -> "ctypes.Arr
     numbers = [
         argument.data_ptr() if isinstance(argument, Tensor) else argument or 0 for argument in given
     ]
-    return (ctypes.c_int64 * (_NUM_SHARED + len(numbers)))(0, 0, num_parts, *numbers)
+    return (ctypes.c_int64 * (NUM_SHARED + len(numbers)))(0, 0, num_parts, *numbers)
 
 
 @cache
@@ -284,7 +284,7 @@ class Code:
         """Load a call's own arguments, as indices or as pointers; see `ParallelKernelCall`."""
         values = []
         for place, kind in enumerate(kinds):
-            value = self._builder.load(self._at(call, _NUM_SHARED + place))
+            value = self._builder.load(self._at(call, NUM_SHARED + place))
             values.append(value if kind == self._index else self._builder.inttoptr(value, kind))
         return values
 

@@ -1,11 +1,12 @@
 """Matrices of a resident model at 4 or 8 bits, and their products with rows.
 
 Few rows use integer products, which read only the quantised words: at 4 bits our own if the
-processor has the instructions (`kernels/int4_products.py`), else torch's; on a GPU at 4 bits
-`kernels/multiply_int4.py`. For many rows a matrix is expanded into a shared scratch buffer for a
-normal product. A trial on the largest matrix finds the number of rows from which that is faster on
-a CPU, if there is any: with products of bytes and without those of tiles there is none. Rounding is
-to the nearest. Invariant: a layer that was taken over keeps nothing of its slab.
+processor has the instructions (`kernels/int4_products.py`), made at once for matrices that multiply
+the same rows, else torch's; on a GPU at 4 bits `kernels/multiply_int4.py`. For many rows a matrix is
+expanded into a shared scratch buffer for a normal product. A trial on the largest matrix finds the
+number of rows from which that is faster on a CPU, if there is any: with products of bytes and
+without those of tiles there is none. Rounding is to the nearest. Invariant: a layer that was taken
+over keeps nothing of its slab.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,7 +30,7 @@ from offload.kernels.int4_blocks import (
     layout_for,
     least_step,
 )
-from offload.kernels.int4_products import instructions, int4_rows_product
+from offload.kernels.int4_products import Int4RowsProduct, instructions
 from offload.kernels.multiply_int4 import can_multiply
 from offload.model.expanded import ExpandedWeights
 from offload.model.linear import Linear, Products, inner_of
@@ -45,6 +46,10 @@ _NUM_TIMES = 3
 # whose sums a thread keeps on its stack
 _ROWS_AT_ONCE = 256
 _ANY_ROWS = 1 << 30
+# with more, what siblings' results take matters beside what they save
+_MOST_SIBLING_ROWS = 64
+# no `id` of an object
+_PADDING = 0
 Scratch = Callable[[int], Tensor]
 # `multiply_int4_kernel`, or a function with the same result
 MultiplyInt4 = Callable[[Tensor, Tensor, Tensor, WordLayout], Tensor]
@@ -71,21 +76,19 @@ class Int4(NamedTuple):
     @property
     def has_product(self) -> bool:
         """Return True if few rows need no scratch."""
-        return self.layout.has_product or self._has_own_product
+        return self.layout.has_product or self.has_own_product
 
     @property
-    def _has_own_product(self) -> bool:
+    def has_own_product(self) -> bool:
+        """Return True if the product is `Int4RowsProduct`, and others may be made with it."""
         return self.word_NK.device.type == "cpu" and instructions() is not None
 
     def product(self, row_MK: Tensor) -> Tensor:
         """Return rows times the transposed matrix, (M, N), for few rows."""
-        if not self._has_own_product:
+        if not self.has_own_product:
             return int4_product(row_MK, self.word_NK, self.scale)[:, : self.num_rows]
-        weights = (self.word_NK, self.scale, self.layout)
-        products = [
-            compute_with_torch(int4_rows_product(rows, *weights))
-            for rows in row_MK.split(_ROWS_AT_ONCE)
-        ]
+        product = Int4RowsProduct([(self.word_NK, self.scale)], self.layout)
+        products = [compute_with_torch(product(rows)) for rows in row_MK.split(_ROWS_AT_ONCE)]
         out_MN = products[0] if len(products) == 1 else torch.cat(products)
         return out_MN[:, : self.num_rows]
 
@@ -160,6 +163,83 @@ def matrix_of(weight_NK: Tensor, bits: int) -> Int4 | Int8:
     return Int4(words.word_NK, words.scale_GN2, layout, len(weight_NK))
 
 
+class _Siblings:
+    """Matrices of a model that multiply the same rows, one after the other."""
+
+    def __init__(self, first: Int4) -> None:
+        self._matrices = [first]
+        self._settle()
+
+    def _settle(self) -> None:
+        weights = [(matrix.word_NK, matrix.scale) for matrix in self._matrices]
+        self._product = Int4RowsProduct(weights, self._matrices[0].layout)
+        self._keys = list[int]()
+        self._widths = list[int]()
+        for matrix in self._matrices:
+            num_padded = len(matrix.word_NK) - matrix.num_rows
+            self._keys += [id(matrix), _PADDING] if num_padded else [id(matrix)]
+            self._widths += [matrix.num_rows, num_padded] if num_padded else [matrix.num_rows]
+
+    def add(self, matrix: Int4) -> None:
+        """Multiply by this one as well from now on, if it has the first one's form."""
+        forms = {
+            (each.layout, len(each.scale), each.scale.dtype) for each in (matrix, self._matrices[0])
+        }
+        is_known = any(matrix is sibling for sibling in self._matrices)
+        if len(forms) == 1 and not is_known:
+            self._matrices.append(matrix)
+            self._settle()
+
+    def drop(self, keys: Collection[int]) -> None:
+        """Leave out the matrices of these `id`s."""
+        self._matrices = [matrix for matrix in self._matrices if id(matrix) not in keys]
+        self._settle()
+
+    def products(self, rows: Tensor) -> dict[int, Tensor]:
+        """Return rows (..., K) times each matrix transposed, (..., N), by the matrix's `id`."""
+        out_MN = compute_with_torch(self._product(rows.reshape(-1, rows.shape[-1])))
+        out = out_MN.view(rows.shape[:-1] + out_MN.shape[1:])
+        products = dict(zip(self._keys, out.split_with_sizes(self._widths, -1), strict=True))
+        products.pop(_PADDING, None)
+        return products
+
+
+class SiblingProducts:
+    """Products with few rows, made at once for all matrices that multiply the same rows.
+
+    Queries, keys and values of an attention do, and two matrices of a feed-forward. Which ones is
+    seen in the first pass, not read from names: those that are asked for one after the other with
+    the same tensor. A module that changed in place what a matrix has multiplied could not be trained.
+    """
+
+    def __init__(self) -> None:
+        self._siblings = dict[int, _Siblings]()
+        self._rows: Tensor | None = None
+        self._first = 0
+        self._waiting = dict[int, Tensor]()
+
+    def take(self, matrix: Int4 | Int8, rows: Tensor) -> Tensor | None:
+        """Return a product (..., N) that was made with a sibling's, once; None if there is none."""
+        return self._waiting.pop(id(matrix), None) if rows is self._rows else None
+
+    def product(self, matrix: Int4, rows: Tensor) -> Tensor:
+        """Return rows (..., K) times the transposed matrix, (..., N), with its siblings' or alone."""
+        key = id(matrix)
+        if rows is self._rows and key != self._first:
+            self._siblings[self._first].add(matrix)
+            return _Siblings(matrix).products(rows)[key]
+        if self._waiting:
+            # what was not asked for is no sibling
+            self._siblings[self._first].drop(self._waiting.keys())
+        siblings = self._siblings.get(key)
+        if siblings is None:
+            siblings = self._siblings[key] = _Siblings(matrix)
+        self._waiting = siblings.products(rows)
+        self._rows = rows
+        self._first = key
+        return self._waiting.pop(key)
+
+
 def shared_copies(checkpoint: Checkpoint, stacks: Mapping[str, Stack]) -> dict[str, TensorPart]:
     """Return the matrices of a draft's layer whose copy its target keeps. Raises `UserError`."""
     shared = {
@@ -200,6 +280,8 @@ class HeldWeights:
         self._matrices = list[Int4 | Int8]()
         self._most_rows = {4: FEW_ROWS, 8: FEW_ROWS}  # that are multiplied without a scratch
         self._kernel: MultiplyInt4 | None = None
+        self._siblings = SiblingProducts()
+        self._most_at_once = 0  # rows that siblings multiply
 
     @property
     def num_bytes(self) -> int:
@@ -266,19 +348,30 @@ class HeldWeights:
                 self._most_rows[bits] = (
                     self._rows_without_scratch(largest) if largest.has_product else 0
                 )
+        of_siblings = (matrix for matrix in self._matrices if isinstance(matrix, Int4))
+        if all(matrix.has_own_product for matrix in of_siblings):
+            self._most_at_once = min(self._most_rows[4], _MOST_SIBLING_ROWS)
 
     def multiply(self, matrix: Int4 | Int8, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Return rows @ matrix^T, by the way that is fastest for this number of rows."""
-        row_MK = rows.reshape(-1, rows.shape[-1])
-        is_for_it = can_multiply(len(row_MK), row_MK.dtype)
+        out = self._siblings.take(matrix, rows)
+        if out is None:
+            out = self._product(matrix, rows)
+        return out if bias is None else out + bias
+
+    def _product(self, matrix: Int4 | Int8, rows: Tensor) -> Tensor:
+        num_rows = rows.numel() // rows.shape[-1]
+        if isinstance(matrix, Int4) and num_rows <= self._most_at_once:
+            return self._siblings.product(matrix, rows)
+        row_MK = rows.reshape(num_rows, rows.shape[-1])
+        is_for_it = can_multiply(num_rows, row_MK.dtype)
         if self._kernel is not None and isinstance(matrix, Int4) and is_for_it:
             arguments = (row_MK, matrix.word_NK, matrix.scale, matrix.layout)
             out_MN = self._kernel(*arguments)[:, : matrix.num_rows]
-        elif len(row_MK) <= self._most_rows[matrix.bits] and matrix.has_product:
+        elif num_rows <= self._most_rows[matrix.bits] and matrix.has_product:
             out_MN = matrix.product(row_MK)
         else:
             out_MN = matrix.expanded(row_MK, partial(self._room, row_MK))
-        out_MN = out_MN if bias is None else out_MN + bias
         return out_MN.view(*rows.shape[:-1], matrix.shape[0])
 
     def _room(self, like: Tensor, count: int) -> Tensor:
@@ -297,10 +390,13 @@ class HeldWeights:
         most = 0
         expanding_s = 0.0
         scale = matrix.scale
+        multiply: Callable[[Tensor], object] = matrix.product
+        if isinstance(matrix, Int4) and matrix.has_own_product:
+            multiply = _Siblings(matrix).products
         for num_rows in _TRIED_ROWS:
             row_MK = torch.zeros(num_rows, matrix.shape[1], dtype=scale.dtype, device=scale.device)
             expanded = partial(matrix.expanded, row_MK, partial(self._room, row_MK))
-            product_s = least_s(partial(matrix.product, row_MK))
+            product_s = least_s(partial(multiply, row_MK))
             expanded_s = least_s(expanded)
             if product_s > expanded_s:
                 return most

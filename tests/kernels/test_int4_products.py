@@ -6,7 +6,7 @@ from torch import Tensor
 
 from offload.kernels import int4_products
 from offload.kernels.int4_blocks import WordLayout, encode_int4, expand_int4_reference, pack_int4
-from offload.kernels.int4_products import Instructions, instructions, int4_rows_product, int4_rows_reference
+from offload.kernels.int4_products import Instructions, Int4RowsProduct, instructions, int4_rows_reference
 from offload.kernels.machine_code import processor_features
 from offload.model import thread_team
 from offload.model.thread_team import TEAM, compute, compute_with_torch
@@ -55,12 +55,23 @@ def test_it_is_the_reference_within_a_rounding(
     size = wanted_MN.float().norm() / wanted_MN.numel() ** 0.5
     for kind in kinds():
         monkeypatch.setattr(int4_products, "instructions", lambda kind=kind: kind)
-        whole_MN = compute(int4_rows_product(row_MK, word_NK, scale_GN2, layout))
+        whole_MN = compute(Int4RowsProduct([(word_NK, scale_GN2)], layout)(row_MK))
         for num_rows in (1, 2, 3, 7, 16):
-            found_MN = compute(int4_rows_product(row_MK[:num_rows], word_NK, scale_GN2, layout))
+            found_MN = compute(Int4RowsProduct([(word_NK, scale_GN2)], layout)(row_MK[:num_rows]))
             assert torch.equal(found_MN, whole_MN[:num_rows]), f"{kind}: a row's bits depend on others"
         error = (whole_MN.float() - wanted_MN.float()).abs()
         assert (error <= TOLERANCE[dtype] * (wanted_MN.float().abs() + size)).all(), kind
+
+
+@pytest.mark.parametrize("block_rows", [64, 32])
+def test_products_side_by_side_have_the_bits_of_each_alone(block_rows: int) -> None:
+    layout = WordLayout(block_rows, has_product=False)
+    matrices = [matrix(num_columns, 128, 64, torch.bfloat16, block_rows) for num_columns in (64, 320, 128)]
+    together = Int4RowsProduct(matrices, layout)
+    for num_rows in (1, 5, 16):
+        row_MK = torch.randn(num_rows, 128, generator=CHANCE).bfloat16()
+        alone = [compute(Int4RowsProduct([weights], layout)(row_MK)) for weights in matrices]
+        assert torch.equal(compute(together(row_MK)), torch.cat(alone, 1))
 
 
 def test_rounding_rows_loses_far_less_than_the_weights_have_lost() -> None:
@@ -72,7 +83,7 @@ def test_rounding_rows_loses_far_less_than_the_weights_have_lost() -> None:
     row_MK[:, ::171] *= 50.0
     held_KN = torch.empty(1024, 256)
     expand_int4_reference(*words, layout, held_KN)
-    found_MN = compute(int4_rows_product(row_MK, *words, layout))
+    found_MN = compute(Int4RowsProduct([words], layout)(row_MK))
     of_rows = (found_MN - row_MK @ held_KN).norm()
     of_weights = (row_MK @ (held_KN - weight_NK.t())).norm()
     assert 0.001 * of_weights < of_rows < 0.25 * of_weights
@@ -87,11 +98,11 @@ def test_threads_of_torch_and_of_the_team_give_the_same_bits(monkeypatch: pytest
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            results.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
+            results.append(compute_with_torch(Int4RowsProduct([(word_NK, scale_GN2)], layout)(row_MK)))
             with TEAM.in_place_of_torch():
-                results.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
+                results.append(compute_with_torch(Int4RowsProduct([(word_NK, scale_GN2)], layout)(row_MK)))
         monkeypatch.setattr(thread_team, "_run_in_parallel", lambda: None)
-        results.append(compute_with_torch(int4_rows_product(row_MK, word_NK, scale_GN2, layout)))
+        results.append(compute_with_torch(Int4RowsProduct([(word_NK, scale_GN2)], layout)(row_MK)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(product, results[0]) for product in results)
@@ -103,5 +114,5 @@ def test_words_in_another_layout_give_another_product() -> None:
     row_MK = torch.randn(2, 128, generator=CHANCE)
     right, wrong = (WordLayout(size, has_product=False) for size in (64, 32))
     wanted_MN = int4_rows_reference(row_MK, word_NK, scale_GN2, right)
-    found_MN = compute(int4_rows_product(row_MK, word_NK, scale_GN2, wrong))
+    found_MN = compute(Int4RowsProduct([(word_NK, scale_GN2)], wrong)(row_MK))
     assert (found_MN - wanted_MN).norm() > 0.5 * wanted_MN.norm()

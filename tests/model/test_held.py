@@ -12,6 +12,7 @@ from offload.kernels.int4_products import instructions
 from offload.model import quantised_draft
 from offload.model.linear import Linear
 from offload.model.quantised_draft import HeldWeights, Int8, matrix_of
+from offload.model.thread_team import compute
 
 SHAPES = ((64, 128), (70, 96), (5, 50), (192, 512))
 
@@ -87,7 +88,8 @@ def test_matrices_are_expanded_from_where_that_is_faster(
 
     def seconds(work: Any) -> float:
         num_rows = len((work.args or work.func.args)[0])
-        return row_s * num_rows if work.func == matrix.product else 8 + 0.2 * num_rows
+        is_expanded = getattr(work.func, "func", work.func) == matrix.expanded
+        return 8 + 0.2 * num_rows if is_expanded else row_s * num_rows
 
     monkeypatch.setattr(quantised_draft, "timed", seconds)
     assert held._rows_without_scratch(matrix) == most
@@ -100,6 +102,62 @@ def test_a_product_of_many_rows_is_made_in_parts_with_the_same_bits() -> None:
     whole_MN = matrix.product(row_MK)
     assert whole_MN.shape == (700, 70)
     assert torch.equal(whole_MN, torch.cat([matrix.product(rows) for rows in row_MK.split(90)]))
+
+
+class Counted:
+    """Linears with 4-bit copies, and how many parallel products they took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, widths: tuple[int, ...]) -> None:
+        self.num_products = 0
+        self.held = HeldWeights(4)
+        self.linears = [Linear(nn.Linear(128, width)) for width in widths]
+        for linear in self.linears:
+            self.held.take(linear)
+        monkeypatch.setattr(HeldWeights, "_rows_without_scratch", lambda *_: 16)
+        self.held.settle()
+        monkeypatch.setattr(quantised_draft, "compute_with_torch", self._compute)
+
+    def _compute(self, work: Any) -> torch.Tensor:
+        self.num_products += 1
+        return compute(work)
+
+    def products(self, rows: torch.Tensor, numbers: tuple[int, ...]) -> int:
+        """Multiply by these one after the other; return in how many products, which have the right bits."""
+        linears: list[Any] = [self.linears[number] for number in numbers]
+        row_MK = rows.reshape(-1, 128)
+        wanted = [linear.stored.matrix.product(row_MK) + linear.bias for linear in linears]
+        before = self.num_products
+        for linear, wanted_MN in zip(linears, wanted, strict=True):
+            assert torch.equal(linear(rows).reshape(wanted_MN.shape), wanted_MN)
+        return self.num_products - before
+
+
+@pytest.mark.skipif(instructions() is None, reason="this processor has no such product")
+def test_matrices_that_multiply_the_same_rows_do_so_at_once_from_the_second_pass_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Counted(monkeypatch, (64, 70, 192))
+    assert model.products(torch.randn(1, 3, 128), (0, 1, 2)) == 3
+    for num_rows in (1, 4, 16):
+        assert model.products(torch.randn(1, num_rows, 128), (0, 1, 2)) == 1
+    # others see different rows, if equal ones
+    rows = torch.randn(1, 2, 128)
+    model.products(rows, (0,))
+    assert model.products(rows.clone(), (1,)) == 1
+    # what was not asked for with the first one is no longer made with it, until it is again
+    assert model.products(torch.randn(1, 2, 128), (0, 1, 2)) == 3
+    assert model.products(torch.randn(1, 2, 128), (0, 1, 2)) == 1
+
+
+@pytest.mark.skipif(instructions() is None, reason="this processor has no such product")
+def test_rows_that_changed_in_place_are_multiplied_anew_by_the_first_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Counted(monkeypatch, (64, 70))
+    rows = torch.randn(1, 2, 128)
+    model.products(rows, (0, 1))
+    for _ in range(2):
+        assert model.products(rows.normal_(), (0, 1)) == 1
+    model.products(rows.normal_(), (0,))
+    assert model.products(rows.normal_(), (0, 1)) == 2
 
 
 def test_names_tell_what_is_held() -> None:
