@@ -1,5 +1,6 @@
 """Matrices at 4 and 8 bits: how near they are to what they were, both ways to multiply with them, and what stays."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -93,6 +94,22 @@ def test_matrices_are_expanded_from_where_that_is_faster(
 
     monkeypatch.setattr(quantised_draft, "timed", seconds)
     assert held._rows_without_scratch(matrix) == most
+
+
+def test_runs_that_a_busy_machine_cuts_into_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every first four runs of a product take ten times as long as the later ones."""
+    held = HeldWeights(4)
+    matrix = matrix_of(weights((64, 128)), 4)
+    num_runs = Counter[Any]()
+
+    def seconds(work: Any) -> float:
+        if getattr(work.func, "func", work.func) == matrix.expanded:
+            return 1.0
+        num_runs[work] += 1
+        return 5.0 if num_runs[work] <= 4 else 0.5
+
+    monkeypatch.setattr(quantised_draft, "timed", seconds)
+    assert held._rows_without_scratch(matrix) == 128
 
 
 @pytest.mark.skipif(instructions() is None, reason="this processor has no such product")
