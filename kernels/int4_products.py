@@ -14,7 +14,7 @@ bytes) + (offset - 8 scale) x (sum of bytes), both times the row's own scale.
 Invariant: a row's bits depend on no row beside it, nor on the threads.
 
 Shape letters, in this file only: M rows, N columns of the result, a multiple of a block's; K
-numbers of a row; G groups of k each.
+numbers of a row; G groups of k each; P blocks of all matrices; B bytes.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ _LINE_BYTES = 64
 _GROUPS_AHEAD = 8
 # bytes of words that are fetched ahead
 _WORDS_AHEAD = 4096
-# as LLVM counts: 3 is the first cache, which words that wait would fill, 0 none
+# LLVM's number for it; 3 is the first cache, which words that wait would fill
 _SECOND_CACHE = 2
 # rows that take as long as unpacking the words does
 _ROWS_TO_UNPACK = 3
@@ -127,7 +127,8 @@ class Int4RowsProduct:
 
     Args:
         matrices: the words (N, K / 2) of each, in this layout, and scale and offset of each group of
-            columns (G, N, 2). All have as many columns, a multiple of 32 in a group, and one type.
+            columns (G, N, 2). All have the same number of columns, a multiple of 32 in a group, and
+            scales of one type; this processor has `instructions`.
     """
 
     def __init__(self, matrices: Sequence[tuple[Tensor, Tensor]], layout: WordLayout) -> None:
@@ -157,7 +158,8 @@ class Int4RowsProduct:
         """Return the work of the result, (M, all N); its parts are of a block each.
 
         Args:
-            row_MK: one row at least, of the scales' type.
+            row_MK: one row at least, of the scales' type; sums of some hundreds fit on the stack of
+                a thread of torch's.
         """
         row_MK = row_MK.contiguous()
         num_rows = len(row_MK)
@@ -384,7 +386,7 @@ class _Product(Code):
             self._fetch(self._at(later, line))
 
     def _fetch(self, place: Any) -> None:
-        # to read it, and once, as data
+        # to read it, as data
         self._builder.call(
             self._prefetch, [place, self._int(0), self._int(_SECOND_CACHE), self._int(1)]
         )

@@ -36,7 +36,7 @@ class ParallelKernelCall(NamedTuple):
             how many parts it takes at once, and how many there are; then its own.
         num_room: float32 that the room has at least.
         num_products: that all parts make, about.
-        held: tensors whose addresses the code has.
+        held: what keeps the addresses valid that the code has.
         out: the result, once all parts were computed.
         alone: does what `function` does, with room on its own stack; None where that is too much.
     """

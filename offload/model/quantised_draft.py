@@ -1,15 +1,15 @@
 """Matrices of a resident model at 4 or 8 bits, and their products with rows.
 
 Few rows use integer products, which read only the quantised words: at 4 bits our own if the
-processor has the instructions (`kernels/int4_products.py`), made at once for matrices that multiply
-the same rows, else torch's; on a GPU at 4 bits `kernels/multiply_int4.py`. For many rows a matrix is
-expanded into a shared scratch buffer for a normal product. A trial on the largest matrix finds the
-number of rows from which that is faster on a CPU, if there is any: with products of bytes and
-without those of tiles there is none. Rounding is to the nearest. Invariant: a layer that was taken
-over keeps nothing of its slab.
+processor has the instructions (`kernels/int4_products.py`), else torch's; on a GPU at 4 bits
+`kernels/multiply_int4.py`. Our own are made at once for matrices that multiply the same rows. For
+many rows a matrix is expanded into a shared scratch buffer for a normal product. A trial on the
+largest matrix finds the number of rows from which that is faster on a CPU, if there is any: with
+products of bytes and without those of tiles there is none. Rounding is to the nearest. Invariant: a
+layer that was taken over keeps nothing of its slab.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -41,6 +41,7 @@ from offload.timer import timed
 _MOST_8_BITS = 127
 _CHUNK_NUMBERS = 1 << 20  # rounded at once
 _CACHED_ROWS = 256
+_COLUMNS_OF_INT8 = 16  # that torch's product takes at once
 _TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_TIMES = 3
 _NUM_MORE_TIMES = 20
@@ -119,7 +120,9 @@ class Int8(NamedTuple):
 
     @property
     def has_product(self) -> bool:
-        return self.word_NK.device.type == "cpu"
+        # with other widths torch 2.13 reads behind the end of rows in bfloat16
+        is_whole = self.shape[1] % _COLUMNS_OF_INT8 == 0
+        return self.word_NK.device.type == "cpu" and is_whole
 
     def product(self, row_MK: Tensor) -> Tensor:
         """See `Int4`."""
@@ -128,7 +131,7 @@ class Int8(NamedTuple):
     def expanded(self, row_MK: Tensor, scratch: Scratch) -> Tensor:
         """See `Int4`; the scales wait for the products."""
         # what a CPU expands stays in its cache
-        at_once = _CACHED_ROWS if self.has_product else len(self.word_NK)
+        at_once = _CACHED_ROWS if self.word_NK.device.type == "cpu" else len(self.word_NK)
         parts = self.word_NK.split(at_once)
         weights = (scratch(part.numel()).view(part.shape).copy_(part) for part in parts)
         return torch.cat([functional.linear(row_MK, weight) for weight in weights], 1).mul_(
@@ -165,36 +168,30 @@ def matrix_of(weight_NK: Tensor, bits: int) -> Int4 | Int8:
 
 
 class _Siblings:
-    """Matrices of a model that multiply the same rows, one after the other."""
+    """Matrices of a model that multiply the same rows, one after the other; it never changes."""
 
-    def __init__(self, first: Int4) -> None:
-        self._matrices = [first]
-        self._settle()
-
-    def _settle(self) -> None:
-        weights = [(matrix.word_NK, matrix.scale) for matrix in self._matrices]
-        self._product = Int4RowsProduct(weights, self._matrices[0].layout)
+    def __init__(self, matrices: Sequence[Int4]) -> None:
+        self._matrices = matrices
+        weights = [(matrix.word_NK, matrix.scale) for matrix in matrices]
+        self._product = Int4RowsProduct(weights, matrices[0].layout)
         self._keys = list[int]()
         self._widths = list[int]()
-        for matrix in self._matrices:
+        for matrix in matrices:
             num_padded = len(matrix.word_NK) - matrix.num_rows
             self._keys += [id(matrix), _PADDING] if num_padded else [id(matrix)]
             self._widths += [matrix.num_rows, num_padded] if num_padded else [matrix.num_rows]
 
-    def add(self, matrix: Int4) -> None:
-        """Multiply by this one as well from now on, if it has the first one's form."""
+    def with_matrix(self, matrix: Int4) -> "_Siblings":
+        """Return these and one more, or these alone if it is known or has another form."""
         forms = {
             (each.layout, len(each.scale), each.scale.dtype) for each in (matrix, self._matrices[0])
         }
         is_known = any(matrix is sibling for sibling in self._matrices)
-        if len(forms) == 1 and not is_known:
-            self._matrices.append(matrix)
-            self._settle()
+        return self if len(forms) > 1 or is_known else _Siblings([*self._matrices, matrix])
 
-    def drop(self, keys: Collection[int]) -> None:
-        """Leave out the matrices of these `id`s."""
-        self._matrices = [matrix for matrix in self._matrices if id(matrix) not in keys]
-        self._settle()
+    def without(self, keys: Collection[int]) -> "_Siblings":
+        """Return all but the matrices of these `id`s."""
+        return _Siblings([matrix for matrix in self._matrices if id(matrix) not in keys])
 
     def products(self, rows: Tensor) -> dict[int, Tensor]:
         """Return rows (..., K) times each matrix transposed, (..., N), by the matrix's `id`."""
@@ -209,8 +206,9 @@ class SiblingProducts:
     """Products with few rows, made at once for all matrices that multiply the same rows.
 
     Queries, keys and values of an attention do, and two matrices of a feed-forward. Which ones is
-    seen in the first pass, not read from names: those that are asked for one after the other with
-    the same tensor. A module that changed in place what a matrix has multiplied could not be trained.
+    seen, not read from names: those that are asked for one after the other with the same tensor.
+    No module may change that tensor in between, and no library's does: it could not be trained.
+    One thread at a time asks; a pass that was interrupted leaves nothing half-changed.
     """
 
     def __init__(self) -> None:
@@ -226,19 +224,23 @@ class SiblingProducts:
     def product(self, matrix: Int4, rows: Tensor) -> Tensor:
         """Return rows (..., K) times the transposed matrix, (..., N), with its siblings' or alone."""
         key = id(matrix)
-        if rows is self._rows and key != self._first:
-            self._siblings[self._first].add(matrix)
-            return _Siblings(matrix).products(rows)[key]
-        if self._waiting:
+        first = self._siblings.get(self._first)
+        if first is not None and rows is self._rows and key != self._first:
+            self._siblings[self._first] = first.with_matrix(matrix)
+            return self._siblings_of(matrix).products(rows)[key]
+        if first is not None and self._waiting:
             # what was not asked for is no sibling
-            self._siblings[self._first].drop(self._waiting.keys())
-        siblings = self._siblings.get(key)
+            self._siblings[self._first] = first.without(self._waiting)
+        products = self._siblings_of(matrix).products(rows)
+        product = products.pop(key)
+        self._waiting, self._rows, self._first = products, rows, key
+        return product
+
+    def _siblings_of(self, matrix: Int4) -> _Siblings:
+        siblings = self._siblings.get(id(matrix))
         if siblings is None:
-            siblings = self._siblings[key] = _Siblings(matrix)
-        self._waiting = siblings.products(rows)
-        self._rows = rows
-        self._first = key
-        return self._waiting.pop(key)
+            siblings = self._siblings[id(matrix)] = _Siblings([matrix])
+        return siblings
 
 
 def shared_copies(checkpoint: Checkpoint, stacks: Mapping[str, Stack]) -> dict[str, TensorPart]:
@@ -391,12 +393,13 @@ class HeldWeights:
         most = 0
         expanding_s = 0.0
         scale = matrix.scale
-        multiply: Callable[[Tensor], object] = matrix.product
+        few: Callable[[Tensor], object] = matrix.product
         if isinstance(matrix, Int4) and matrix.has_own_product:
-            multiply = _Siblings(matrix).products
+            few = _Siblings([matrix]).products
         for num_rows in _TRIED_ROWS:
             row_MK = torch.zeros(num_rows, matrix.shape[1], dtype=scale.dtype, device=scale.device)
             expanded = partial(matrix.expanded, row_MK, partial(self._room, row_MK))
+            multiply = few if num_rows <= _MOST_SIBLING_ROWS else matrix.product
             ways = (partial(multiply, row_MK), expanded)
             product_s, expanded_s = (_least_s(way, _NUM_TIMES) for way in ways)
             if product_s > expanded_s:

@@ -63,15 +63,20 @@ def test_it_is_the_reference_within_a_rounding(
         assert (error <= TOLERANCE[dtype] * (wanted_MN.float().abs() + size)).all(), kind
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("block_rows", [64, 32])
-def test_products_side_by_side_have_the_bits_of_each_alone(block_rows: int) -> None:
+def test_products_side_by_side_have_the_bits_of_each_alone(
+    block_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = WordLayout(block_rows, has_product=False)
-    matrices = [matrix(num_columns, 128, 64, torch.bfloat16, block_rows) for num_columns in (64, 320, 128)]
-    together = Int4RowsProduct(matrices, layout)
-    for num_rows in (1, 5, 16):
-        row_MK = torch.randn(num_rows, 128, generator=CHANCE).bfloat16()
-        alone = [compute(Int4RowsProduct([weights], layout)(row_MK)) for weights in matrices]
-        assert torch.equal(compute(together(row_MK)), torch.cat(alone, 1))
+    matrices = [matrix(num_columns, 128, 64, dtype, block_rows) for num_columns in (64, 320, 128)]
+    for kind in kinds():
+        monkeypatch.setattr(int4_products, "instructions", lambda kind=kind: kind)
+        together = Int4RowsProduct(matrices, layout)
+        for num_rows in (1, 5, 16):
+            row_MK = torch.randn(num_rows, 128, generator=CHANCE).to(dtype)
+            alone = [compute(Int4RowsProduct([weights], layout)(row_MK)) for weights in matrices]
+            assert torch.equal(compute(together(row_MK)), torch.cat(alone, 1)), kind
 
 
 def test_rounding_rows_loses_far_less_than_the_weights_have_lost() -> None:

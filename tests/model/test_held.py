@@ -1,6 +1,7 @@
 """Matrices at 4 and 8 bits: how near they are to what they were, both ways to multiply with them, and what stays."""
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -61,7 +62,11 @@ def test_a_group_of_equal_numbers_and_a_row_of_zeros_stay_what_they_are() -> Non
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_linear_that_is_taken_over_computes_the_same_for_any_number_of_rows(bits: int) -> None:
+def test_a_linear_that_is_taken_over_computes_the_same_for_any_number_of_rows(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # or some are expanded, which rounds no rows
+    monkeypatch.setattr(HeldWeights, "_rows_without_scratch", lambda *_: 128)
     linear, held = Linear(nn.Linear(128, 70)), HeldWeights(bits)
     row = torch.randn(1, 90, 128)
     before = linear(row)
@@ -175,6 +180,39 @@ def test_rows_that_changed_in_place_are_multiplied_anew_by_the_first_matrix(monk
         assert model.products(rows.normal_(), (0, 1)) == 1
     model.products(rows.normal_(), (0,))
     assert model.products(rows.normal_(), (0, 1)) == 2
+
+
+@pytest.mark.skipif(instructions() is None, reason="this processor has no such product")
+def test_a_pass_that_is_interrupted_while_siblings_are_learned_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Counted(monkeypatch, (64, 70))
+    make = quantised_draft.Int4RowsProduct
+    for num_made in range(4):
+        left = iter(range(num_made))
+
+        def interrupted(*args: Any, left: Any = left) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return make(*args)
+
+        monkeypatch.setattr(quantised_draft, "Int4RowsProduct", interrupted)
+        with suppress(KeyboardInterrupt):
+            for linear in model.linears:
+                linear(rows := torch.randn(1, 2, 128))
+                linear(rows)
+            rows = torch.randn(1, 2, 128)
+            for linear in model.linears:
+                linear(rows)
+        monkeypatch.setattr(quantised_draft, "Int4RowsProduct", make)
+        model.products(torch.randn(1, 3, 128), (1, 0))
+        model.products(torch.randn(1, 3, 128), (0, 1))
+    assert model.products(torch.randn(1, 3, 128), (0, 1)) == 1
+
+
+def test_widths_that_the_library_does_not_take_whole_are_expanded() -> None:
+    assert matrix_of(weights((8, 48)), 8).has_product
+    odd = matrix_of(weights((8, 40)), 8)
+    assert not odd.has_product
+    torch.testing.assert_close(numbers_of(odd, torch.float32), weights((8, 40)), rtol=0.0, atol=0.02)
 
 
 def test_names_tell_what_is_held() -> None:
