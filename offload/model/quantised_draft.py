@@ -190,8 +190,9 @@ class _Siblings:
         return self if len(forms) > 1 or is_known else _Siblings([*self._matrices, matrix])
 
     def without(self, keys: Collection[int]) -> "_Siblings":
-        """Return all but the matrices of these `id`s."""
-        return _Siblings([matrix for matrix in self._matrices if id(matrix) not in keys])
+        """Return the first one, and of the others all but those of these `id`s."""
+        first, *others = self._matrices
+        return _Siblings([first, *(matrix for matrix in others if id(matrix) not in keys)])
 
     def products(self, rows: Tensor) -> dict[int, Tensor]:
         """Return rows (..., K) times each matrix transposed, (..., N), by the matrix's `id`."""
@@ -233,7 +234,9 @@ class SiblingProducts:
             self._siblings[self._first] = first.without(self._waiting)
         products = self._siblings_of(matrix).products(rows)
         product = products.pop(key)
-        self._waiting, self._rows, self._first = products, rows, key
+        self._waiting = products
+        self._rows = rows
+        self._first = key
         return product
 
     def _siblings_of(self, matrix: Int4) -> _Siblings:
@@ -369,7 +372,8 @@ class HeldWeights:
 
     def _product(self, matrix: Int4 | Int8, rows: Tensor) -> Tensor:
         num_rows = rows.numel() // rows.shape[-1]
-        if isinstance(matrix, Int4) and num_rows <= self._most_at_once:
+        is_at_once = self._kernel is None and num_rows <= self._most_at_once
+        if is_at_once and isinstance(matrix, Int4):
             return self._siblings.product(matrix, rows)
         row_MK = rows.reshape(num_rows, rows.shape[-1])
         is_for_it = can_multiply(num_rows, row_MK.dtype)
