@@ -11,6 +11,7 @@ layer that was taken over keeps nothing of its slab.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ _COLUMNS_OF_INT8 = 16  # that torch's product takes at once
 _TRIED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_TIMES = 3
 _NUM_MORE_TIMES = 20
+_MORE_S = 0.1
 # whose sums a thread keeps on its stack
 _ROWS_AT_ONCE = 256
 _ANY_ROWS = 1 << 30
@@ -277,9 +279,13 @@ class _HeldMatrix(NamedTuple):
         return self.held.multiply(self.matrix, rows, bias)
 
 
-def _least_s(work: Callable[[], object], num_times: int) -> float:
-    # a first call is not like the others
-    return min([timed(work) for _ in range(1 + num_times)][1:])
+def _least_s(work: Callable[[], object], num_times: int, most_s: float = inf) -> float:
+    """Return the least of some runs' seconds; none begins once they took `most_s` together."""
+    timed(work)  # a first call is not like the others
+    seconds = [timed(work)]
+    while len(seconds) < num_times and sum(seconds) < most_s:
+        seconds.append(timed(work))
+    return min(seconds)
 
 
 class HeldWeights:
@@ -407,9 +413,9 @@ class HeldWeights:
             ways = (partial(multiply, row_MK), expanded)
             product_s, expanded_s = (_least_s(way, _NUM_TIMES) for way in ways)
             if product_s > expanded_s:
-                # All of a few runs may be cut into on a busy machine, and passes over these rows
-                # would be many times slower for good.
-                again = (_least_s(way, _NUM_MORE_TIMES) for way in ways)
+                # All of a few short runs may be cut into on a busy machine, and passes over these
+                # rows would be many times slower for good.
+                again = (_least_s(way, _NUM_MORE_TIMES, _MORE_S) for way in ways)
                 product_s, expanded_s = map(min, (product_s, expanded_s), again)
             if product_s > expanded_s:
                 return most
